@@ -12,7 +12,7 @@ from kvdepot.core.report import TierStatus
 from tests.rigs.certificates import Authority, Files
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, status_of
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, payload_of, status_of
 
 PEER: Final = "URI:spiffe://fleet/kvdepot"
 RAM: Final = "512MiB"
@@ -39,11 +39,18 @@ class Fleet:
         return self._start(config)
 
     def reader(
-        self, *ports: int, deadline: str = "10s", tls: str = "", ready: bool = True, more: str = "", of_tier: str = ""
+        self,
+        *ports: int,
+        deadline: str = "10s",
+        tls: str = "",
+        ready: bool = True,
+        more: str = "",
+        of_tier: str = "",
+        host: str = "127.0.0.1",
     ) -> DaemonProcess:
         """Start a daemon with a peer tier for each port."""
         tiers = "".join(
-            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "tcp://127.0.0.1:{port}"\ncapacity = "64MiB"\n'
+            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "tcp://{host}:{port}"\ncapacity = "64MiB"\n'
             f'deadline = "{deadline}"\n{of_tier}\n'
             for number, port in enumerate(ports)
         )
@@ -87,6 +94,10 @@ def served_again(engine: RawEngine, keys: list[bytes]) -> list[bytes]:
 
     wait_until(served, "it is served again")
     return loaded
+
+
+def payloads(keys: list[bytes]) -> list[bytes]:
+    return [payload_of(key) for key in keys]
 
 
 def stored(daemon: DaemonProcess, keys: list[bytes]) -> None:

@@ -21,7 +21,7 @@ from tests.rigs.certificates import DAY, Authority, Files
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
-from tests.rigs.peer_fleet import PEER, Fleet, located, port_of, served_again, stored, tier_of
+from tests.rigs.peer_fleet import PEER, Fleet, located, payloads, port_of, served_again, stored, tier_of
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 SERVER = b"kvdepot.server.io.peer_server"
@@ -45,10 +45,6 @@ def no_problems(daemon: DaemonProcess) -> bool:
     """Return whether a status like this one is well after an hour."""
     later = replace(status_of(daemon.socket), uptime_seconds=3600.0)
     return health(later, lambda _family, _seconds: {}) == Health(Verdict.OK)
-
-
-def payloads(keys: list[bytes]) -> list[bytes]:
-    return [payload_of(key) for key in keys]
 
 
 @pytest.mark.requirement("T3")

@@ -26,6 +26,10 @@ from kvdepot.server.io.peer_wire import (
 )
 from kvdepot.server.platform.certificates import names_of
 
+ADDRESSES_MAX: Final = 4
+"""Of one name, that are tried one after the other."""
+_CONNECT_PART: Final = 4
+"""Connecting takes at most this part of the time of one step, half of the daemon's deadline: all addresses together."""
 _AGAIN: Final = 2
 """Times that a question is asked: a source may close an idle connection at the moment of a question."""
 
@@ -86,7 +90,7 @@ class Peer:
         settings = self._settings
         raw: socket.socket | None = None
         try:
-            raw = socket.create_connection((settings.host, settings.port), settings.timeout_seconds)
+            raw = _dialled(settings)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = self._context().wrap_socket(raw, server_hostname=settings.host)
         except (OSError, ValueError) as error:
@@ -118,3 +122,20 @@ class Peer:
     def _failed(self, why: object) -> OSError:
         """Return an error that says nothing of an object, whatever the number of its cause is."""
         return OSError(errno.EIO, f"{self._place}: {why or type(why).__name__}")
+
+
+def _dialled(settings: PeerSettings) -> socket.socket:
+    """Connect to the first address that answers. A name is resolved each time: it may have moved. Raise OSError."""
+    found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(one[4][:2] for one in found))[:ADDRESSES_MAX]
+    seconds = settings.timeout_seconds / _CONNECT_PART / len(addresses)
+    failure = OSError()
+    for host, port in addresses:
+        try:
+            connection = socket.create_connection((str(host), int(port)), seconds)
+        except OSError as error:
+            failure = error
+        else:
+            connection.settimeout(settings.timeout_seconds)
+            return connection
+    raise failure

@@ -1,0 +1,184 @@
+"""A source of the peer tier with a valid certificate that says what no real one says, or sends other bytes.
+
+TLS hides from a proxy what is sent. So bytes are flipped before they are encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, Self, cast
+
+from kvdepot.core.objectfile import payload_sum
+from kvdepot.server.io.framing import HEAD
+from kvdepot.server.io.jobs import ABSENT
+from kvdepot.server.io.peer_wire import ALPN, FROM_READER, TO_READER, Exact, Leased, Locate, Located, Pull
+
+from tests.rigs.certificates import Files
+
+_LOCATED: Final = 0
+_DRIP_SECONDS: Final = 0.01
+Sent = Iterator[bytes]
+"""What is sent, piece by piece. At its end the connection is closed."""
+
+
+def _leased(payload: bytes, raw_sum: int | None = None, raw_bytes: int | None = None) -> bytes:
+    raw_sum = payload_sum([memoryview(payload)]) if raw_sum is None else raw_sum
+    return TO_READER.pack(Leased(len(payload) if raw_bytes is None else raw_bytes, raw_sum, 2))
+
+
+def _flipped(at: float) -> Callable[[LyingSource, bytes], Sent]:
+    """Flip a bit of the object, so far from its start as a part of it."""
+
+    def send(_: LyingSource, payload: bytes) -> Sent:
+        wrong = bytearray(payload)
+        wrong[int(at * (len(payload) - 1))] ^= 1
+        yield _leased(payload) + wrong
+
+    return send
+
+
+def _another_sum(_: LyingSource, payload: bytes) -> Sent:
+    yield _leased(payload, 1) + payload
+
+
+def _exchanged(_: LyingSource, payload: bytes) -> Sent:
+    half = len(payload) // 2 + 8
+    yield _leased(payload) + payload[half:] + payload[:half]
+
+
+def _longer(_: LyingSource, payload: bytes) -> Sent:
+    yield _leased(payload, raw_bytes=len(payload) + 1) + payload + b"!"
+
+
+def _shorter(_: LyingSource, payload: bytes) -> Sent:
+    yield _leased(payload[:-1]) + payload[:-1]
+
+
+def _cut(_: LyingSource, payload: bytes) -> Sent:
+    yield _leased(payload) + payload[: len(payload) // 2]
+    raise ConnectionAbortedError
+
+
+def _stalled(self: LyingSource, payload: bytes) -> Sent:
+    yield _leased(payload) + payload[: len(payload) // 2]
+    self.closed.wait()
+
+
+def _stalled_in_a_frame(self: LyingSource, payload: bytes) -> Sent:
+    yield _leased(payload)[:-1]
+    self.closed.wait()
+
+
+def _dripped(self: LyingSource, payload: bytes) -> Sent:
+    yield _leased(payload)
+    for at in range(len(payload)):
+        yield payload[at : at + 1]
+        if self.closed.wait(_DRIP_SECONDS):
+            return
+
+
+def _located_for_a_pull(*_: object) -> Sent:
+    yield TO_READER.pack(Located((5,)))
+
+
+def _random(*_: object) -> Sent:
+    yield os.urandom(4096)
+
+
+def _too_long_a_frame(*_: object) -> Sent:
+    yield HEAD.pack(0xFFFF_FFFF, 0, 0) + bytes(100)
+
+
+def _leased_for_a_lookup(*_: object) -> Sent:
+    yield _leased(b"?" * 4096) + b"?" * 4096
+
+
+def _too_few_lengths(*_: object) -> Sent:
+    yield TO_READER.pack(Located(()))
+
+
+def _huge_lengths(_: LyingSource, wanted: int) -> Sent:
+    body = struct.pack("<I", wanted) + struct.pack("<q", (1 << 63) - 2) * wanted
+    yield HEAD.pack(len(body), _LOCATED, 0) + body
+
+
+def _endless_lengths(*_: object) -> Sent:
+    yield HEAD.pack(4, _LOCATED, 0) + struct.pack("<I", 0xFFFF_FFFF)
+
+
+def _stalled_lookup(self: LyingSource, wanted: int) -> Sent:
+    yield TO_READER.pack(Located((5,) * wanted))[:-1]
+    self.closed.wait()
+
+
+OF_PULLS: Final[dict[str, Callable[[Any, Any], Sent]]] = {
+    "first bit": _flipped(0.0), "bit in the middle": _flipped(0.5), "last bit": _flipped(1.0), "sum": _another_sum,
+    "exchanged": _exchanged, "longer": _longer, "shorter": _shorter, "cut": _cut, "stalled": _stalled,
+    "stalled in a frame": _stalled_in_a_frame, "dripped": _dripped, "located": _located_for_a_pull, "random": _random,
+    "too long": _too_long_a_frame,
+}  # fmt: skip
+OF_LOOKUPS: Final[dict[str, Callable[[Any, Any], Sent]]] = {
+    "leased": _leased_for_a_lookup, "too few": _too_few_lengths, "huge": _huge_lengths, "endless": _endless_lengths,
+    "stalled lookup": _stalled_lookup, "random": _random, "too long": _too_long_a_frame,
+}  # fmt: skip
+
+
+class LyingSource:
+    """Has the objects of `keys`, with the bytes of `payload_of`. `pulls` and `lookups`: its lies; None: it has none."""
+
+    def __init__(self, files: Files, ca: Path, payload_of: Callable[[bytes], bytes]) -> None:
+        self._context = context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(ca)
+        context.load_cert_chain(files.cert, files.key)
+        context.set_alpn_protocols([ALPN])
+        self._payload_of = payload_of
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = self._listener.getsockname()[1]
+        self.keys: set[bytes] = set()
+        self.pulls: Callable[[Any, Any], Sent] | None = None
+        self.lookups: Callable[[Any, Any], Sent] | None = None
+        self.lied = 0
+        self.closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                raw, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(raw,), daemon=True).start()
+
+    def _serve(self, raw: socket.socket) -> None:
+        with contextlib.suppress(OSError), raw, self._context.wrap_socket(raw, server_side=True) as connection:
+            while (frame := FROM_READER.read(cast("Any", Exact(connection)))) is not None:
+                for piece in self._answer(frame[1]):
+                    connection.sendall(piece)
+
+    def _answer(self, question: Locate | Pull) -> Sent:
+        if isinstance(question, Pull):
+            payload = self._payload_of(question.name.key)
+            if self.pulls is not None:
+                self.lied += 1
+                return self.pulls(self, payload)
+            return iter((_leased(payload), payload))
+        if self.lookups is not None and question.wanted:  # a probe asks for nothing
+            self.lied += 1
+            return self.lookups(self, len(question.wanted))
+        lengths = [len(self._payload_of(one.key)) if one.key in self.keys else ABSENT for one in question.wanted]
+        return iter((TO_READER.pack(Located(tuple(lengths))),))

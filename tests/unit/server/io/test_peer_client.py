@@ -1,0 +1,92 @@
+"""The reader's connection to a peer: whose name is resolved each time, and whose addresses share the time there is."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvdepot.server.io import peer_client
+from kvdepot.server.io.peer_client import Peer
+from kvdepot.server.io.peer_wire import Locate, Located, PeerSettings
+
+from tests.fakes.lying_source import LyingSource
+from tests.rigs.certificates import Authority
+from tests.rigs.patience import patient
+from tests.rigs.peer_fleet import PEER
+
+DEADLINE_SECONDS = patient(10.0)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[LyingSource]:
+    authority = Authority(tmp_path)
+    with LyingSource(authority.issue("peer", PEER), authority.pem, lambda key: key) as source:
+        yield source
+
+
+@pytest.fixture
+def peer(source: LyingSource, tmp_path: Path) -> Iterator[Peer]:
+    files = (f"{tmp_path / 'peer.pem'}", f"{tmp_path / 'peer.key'}", f"{tmp_path / 'ca.pem'}")
+    peer = Peer(PeerSettings("node-a", source.port, *files, (PEER,), timeout_seconds=2 * DEADLINE_SECONDS))
+    yield peer
+    peer.close()
+
+
+def nowhere() -> int:
+    """Return a port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+    return port
+
+
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    """Let the name mean these ports of this host from now on."""
+
+    def found(host: str, port: int, *_: object, **__: object) -> list[object]:
+        of_name = ports if host == "node-a" else (port,)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", one)) for one in of_name]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+
+
+@pytest.mark.requirement("T3")
+def test_a_name_that_moves_is_found_at_the_next_connection(
+    peer: Peer, source: LyingSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_to(monkeypatch, nowhere())
+    with pytest.raises(OSError, match="Connection refused"):
+        peer.ask(Locate(()))
+    resolve_to(monkeypatch, source.port)
+    assert peer.ask(Locate(())) == Located(())
+    resolve_to(monkeypatch, nowhere())
+    assert peer.ask(Locate(())) == Located(()), "the connection stays where it is"
+    peer.close()
+    with pytest.raises(OSError, match="Connection refused"):
+        peer.ask(Locate(()))
+
+
+@pytest.mark.requirement("N3")
+def test_an_address_that_does_not_answer_leaves_time_for_the_next_one(
+    peer: Peer, source: LyingSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_to(monkeypatch, 1, 2, source.port)
+    real = socket.create_connection
+    seconds: list[float] = []
+
+    def silent(address: tuple[str, int], timeout: float) -> socket.socket:
+        seconds.append(timeout)
+        if address[1] != source.port:
+            raise TimeoutError
+        return real(address, timeout)
+
+    monkeypatch.setattr(peer_client.socket, "create_connection", silent)
+    assert peer.ask(Locate(())) == Located(())
+    assert len(seconds) == 3 and sum(seconds) <= DEADLINE_SECONDS / 2
+
+
+def test_a_host_without_any_address_that_answers_says_why(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, nowhere(), nowhere())
+    with pytest.raises(OSError, match=r"node-a:\d+: .*refused"):
+        peer.ask(Locate(()))
