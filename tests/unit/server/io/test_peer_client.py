@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.server.io import peer_client
 from kvdepot.server.io.peer_client import Peer
 from kvdepot.server.io.peer_wire import Locate, Located, PeerSettings
 
@@ -81,7 +80,7 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next_one(
             raise TimeoutError
         return real(address, timeout)
 
-    monkeypatch.setattr(peer_client.socket, "create_connection", silent)
+    monkeypatch.setattr(socket, "create_connection", silent)
     assert peer.ask(Locate(())) == Located(())
     assert len(seconds) == 3 and sum(seconds) <= DEADLINE_SECONDS / 2
 
