@@ -1,17 +1,20 @@
 """`kvdepotd install`: set the daemon up as a service of this host, from the files of the package.
 
 It says each thing that it does. A second run changes nothing. What a site owns is never overwritten: an existing
-configuration stays, and the former content of a unit is kept next to it.
+configuration and every symbolic link stay, and each former content of a unit is kept next to it. Below `--root`, which
+is somebody else's file system, nothing is read or written through a link that leads out of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +35,8 @@ PROGRAMS: Final = ("kvdepotd", "kvdepotctl")
 ON_THE_PATH: Final = "/usr/local/bin"
 _HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - names, not used
 """ProtectHome= and PrivateTmp= of the units hide these."""
+_IN_A_UNIT: Final = re.compile(r"[A-Za-z0-9/._+@:=,~-]+").fullmatch
+"""What a path in ExecStart= may have without quotes, specifiers or variables (systemd.service(5))."""
 _WOULD: Final = {"wrote": "would write", "replaced": "would replace", "linked": "would link"}
 _BOOTED: Final = "/run/systemd/system"
 _USER: Final = "kvdepot"
@@ -94,6 +99,8 @@ class Installation:
     def steps(self, *, now: bool) -> Iterator[str]:
         """Do the steps, and yield a line for each. Raise InstallError or OSError."""
         self._check_programs()
+        if caution := self._caution():
+            yield caution
         for name in SERVICE_FILES:
             yield self._service_file(BY_NAME[name])
         yield self._configuration()
@@ -118,30 +125,58 @@ class Installation:
         missing = [name for name in PROGRAMS if not (self._programs / name).exists()]
         if missing:
             raise InstallError(f"{self._programs} has no {' and no '.join(missing)}: pip install 'kvdepot[node]'")
-        if self._here and any(self._programs.is_relative_to(folder) for folder in _HIDDEN):
-            raise InstallError(
-                f"the service cannot see {self._programs}: install kvdepot elsewhere, for example with "
-                "`python3 -m venv /opt/kvdepot`"
-            )
+        if not _IN_A_UNIT(str(self._programs)):
+            raise InstallError(f"a unit cannot name {str(self._programs)!r}: install kvdepot into a simpler path")
+        # The programs may be links, and are run by a Python that may be elsewhere.
+        needed = (self._programs, self._programs.resolve(), Path(sys.base_prefix).resolve())
+        for place in needed if self._here else ():
+            if any(place.is_relative_to(folder) for folder in _HIDDEN):
+                raise InstallError(
+                    f"the service cannot see {place}: install kvdepot elsewhere, with a Python that is elsewhere, for "
+                    "example with `/usr/bin/python3 -m venv /opt/kvdepot`"
+                )
+
+    def _caution(self) -> str:
+        """Return a warning if another user than root can change what root runs as kvdepotctl. Empty if not."""
+        if not self._here:
+            return ""
+        for place in (self._programs, *(self._programs / name for name in PROGRAMS)):
+            found = place.stat()
+            if found.st_uid != 0 or found.st_mode & 0o022:
+                return f"caution: uid {found.st_uid}, or its group, can change {place}, which the service and root run"
+        return ""
 
     def _service_file(self, asset: Asset) -> str:
         content = located(asset).read_text().replace(PACKAGED_PROGRAMS, f"{self._programs}/").encode()
         path = self._at(asset.place)
+        if path.is_symlink():  # a masked unit, or one that the site keeps elsewhere
+            return f"kept: {asset.place}, a link to {path.readlink()}"
         former = path.read_bytes() if path.exists() else None
         if former == content:
             return f"unchanged: {asset.place}"
         if former is None:
             self._write(path, content)
             return self._said("wrote", asset.place)
-        old = f"{asset.place}{FORMER_SUFFIX}"
-        self._write(self._at(old), former)
+        old = self._keep(asset.place, former)
         self._write(path, content)
         return self._said("replaced", f"{asset.place}; the former content is in {old}")
+
+    def _keep(self, place: str, former: bytes) -> str:
+        """Keep the former content of a file next to it, and all that were kept before. Return where it is."""
+        for number in count(1):
+            old = f"{place}{FORMER_SUFFIX}" + (f".{number}" if number > 1 else "")
+            path = self._at(old)
+            if not path.is_symlink() and not path.exists():
+                self._write(path, former)
+                return old
+            if not path.is_symlink() and path.read_bytes() == former:
+                return old
+        raise AssertionError("unreachable")
 
     def _configuration(self) -> str:
         asset = BY_NAME[CONFIG]
         path = self._at(asset.place)
-        if path.exists():
+        if path.is_symlink() or path.exists():  # a link may lead to what is mounted later
             return f"kept: {asset.place}"
         self._write(path, located(asset).read_bytes())
         return self._said("wrote", asset.place)
@@ -181,7 +216,11 @@ class Installation:
         return f"{_WOULD[done] if self._dry_run else done}: {what}"
 
     def _at(self, place: str) -> Path:
-        return self._root / place.lstrip("/")
+        """Return the path of a place. Raise InstallError if its folder is out of the root, by a symbolic link."""
+        path = self._root / place.lstrip("/")
+        if not path.parent.resolve().is_relative_to(self._root.resolve()):
+            raise InstallError(f"{path.parent} leads to {path.parent.resolve()}, which is not in {self._root}")
+        return path
 
 
 def _output(done: subprocess.CompletedProcess[str]) -> str:
