@@ -24,6 +24,11 @@ DISABLED: Final = frozenset({"open", "probing"})
 """States of the breaker of a tier that is not used."""
 CERTIFICATE_SECONDS: Final = 7 * DAY
 """Before its end a certificate has to be renewed."""
+_OF_PEERS: Final = {
+    "not_allowed": "name the peer in [tls] allow_peers",
+    "limit": "see docs/peers.md: connections are limited",
+}
+"""What to do, by the reason of a refusal. Those without a certificate do not count: probes of ports make some."""
 _IDS_SHOWN: Final = 3
 _ELECTION_SECONDS: Final = 60.0
 """After so long a node knows the janitor of a shared directory."""
@@ -80,6 +85,16 @@ def _certificate_expires(status: DaemonStatus, _: Growth) -> Texts:
     if left is not None and left < CERTIFICATE_SECONDS:
         when = f"expires in {duration_text(left)}" if left > 0 else f"expired {duration_text(-left)} ago"
         yield f"the certificate of [tls] {when}", "renew the file; the daemon reads it again"
+
+
+def _peers_refused(_: DaemonStatus, growth: Growth) -> Texts:
+    refused = growth("peer_refused_connections", MINUTES_15)
+    for reason, fix in _OF_PEERS.items():
+        if times := refused.get(reason):
+            yield f"{_some(times, 'refusal')} of peers in the last 15 min: {reason}", fix
+    servers = growth("peer_servers", MINUTES_15)
+    if ended := servers.get("crashed", 0.0) + servers.get("killed", 0.0):
+        yield f"the process that sends to peers failed {_some(ended, 'time')} in the last 15 min", ""
 
 
 def _tier_degraded(status: DaemonStatus, _: Growth) -> Texts:
@@ -210,6 +225,7 @@ CHECKS: Final[Mapping[str, Callable[[DaemonStatus, Growth], Texts]]] = {
     "NO_JANITOR": _no_janitor,
     "OTHER_KEYS": _other_keys,
     "TLS_EXPIRES": _certificate_expires,
+    "PEERS_REFUSED": _peers_refused,
     "LOOP_LATE": _loop_late,
     "DEFECT": _defect,
     "LEASES_EXPIRE": _leases_expire,
@@ -222,7 +238,7 @@ CHECKS: Final[Mapping[str, Callable[[DaemonStatus, Growth], Texts]]] = {
 ERRORS: Final = frozenset(list(CHECKS)[:5])
 EVENTS: Final = (
     "audits", "corrupt_objects", "expired_leases", "failed_calls", "internal_errors", "io_failed_callbacks",
-    "io_workers", "leaked_objects", "tier_damaged_objects",
+    "io_workers", "leaked_objects", "peer_refused_connections", "peer_servers", "tier_damaged_objects",
 )  # fmt: skip
 """Counter families of which the growth of up to a day is asked for."""
 FLOWS: Final = ("locates", "loop_ticks", "misses", "reserved_objects", "tier_writes", "tier_writes_dropped")

@@ -70,6 +70,10 @@ CAUSES: Mapping[str, tuple[DaemonStatus, Grown, str, str]] = {
         replace(WELL, certificate_seconds_left=2.0 * DAY), {},
         "the certificate of [tls] expires in 2 d", "renew the file; the daemon reads it again",
     ),
+    "PEERS_REFUSED": (
+        WELL, {("peer_refused_connections", MINUTES_15): {"not_allowed": 2.0, "handshake": 7.0}},
+        "2 refusals of peers in the last 15 min: not_allowed", "name the peer in [tls] allow_peers",
+    ),
     "LOOP_LATE": (
         WELL, {("loop_ticks", MINUTES_15): {"late": 5.0, "in_time": 95.0}},
         "5 % of the ticks were late by more than 0.25 s in the last 15 min", "",
@@ -139,6 +143,13 @@ def test_errors_come_first_and_decide() -> None:
         "DAMAGED_OBJECTS", "FORGED_OBJECTS", "DRIFT", "LOADS_OFF", "OTHER_KEYS",
     ]  # fmt: skip
     assert [problem.error for problem in found.problems] == [True, True, True, False, False]
+
+
+def test_a_server_of_peers_that_fails_is_a_problem_and_one_that_starts_is_none() -> None:
+    grown = {("peer_servers", MINUTES_15): {"started": 3.0, "crashed": 1.0, "killed": 1.0}}
+    (problem,) = judged(WELL, grown).problems
+    assert problem.message == "the process that sends to peers failed 2 times in the last 15 min"
+    assert judged(WELL, {("peer_servers", MINUTES_15): {"started": 1.0}}) == Health(Verdict.OK)
 
 
 def test_few_events_are_no_share_and_a_young_node_has_no_janitor_yet() -> None:

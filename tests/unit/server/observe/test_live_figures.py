@@ -112,6 +112,7 @@ def test_no_text_of_any_problem_names_a_namespace_or_an_engine() -> None:
         "INTERNAL",
         "late",
         "later",
+        "not_allowed",
         "not_in_time",
         "nvme/abandoned",
         "nvme/forged",
