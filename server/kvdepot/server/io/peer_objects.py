@@ -75,8 +75,10 @@ def _read(job: ReadFile, context: Context) -> Answer:
         peer.close()  # its bytes are on the way
         raise ObjectDamageError(Damage.LENGTH, f"payload: the peer has {found.raw_bytes} bytes, not {name.raw_bytes}")
     raw_sum = _received(peer, name.raw_bytes, views, context)
-    if raw_sum != found.raw_sum or raw_sum in job.doubtful:
+    if raw_sum != found.raw_sum:
         raise ObjectDamageError(Damage.CORRUPT, "payload: its checksum is not the one of the lease")
+    if raw_sum in job.doubtful:
+        raise ObjectDamageError(Damage.CORRUPT, "payload: two checksums of it differed here, and this is one of them")
     return Answer(IoOutcome.OK, stored_bytes=name.raw_bytes, stored_sum=raw_sum, raw_sum=raw_sum)
 
 

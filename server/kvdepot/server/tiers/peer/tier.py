@@ -39,8 +39,9 @@ class PeerTier(SharedTier):
     def writable(self) -> bool:
         return False
 
-    def quarantine(self, name: ObjectName, raw_sums: Sequence[int]) -> None:  # noqa: ARG002
-        """Do not look for it again for a while: what is wrong at the source is the source's to find out."""
+    def quarantine(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
+        """Do not look for it again for a while, and never take these bytes: the source may have had them from here."""
+        self._reading.doubt(name, raw_sums)
         self._directory.absent.add(name)
 
     def use_names(self, names: tuple[str, ...]) -> None:

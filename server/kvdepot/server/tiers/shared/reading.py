@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -21,6 +22,10 @@ _OTHER_KEYS_SECONDS: Final = 60.0
 """For so long nobody waits again for an object that this node has no key of."""
 
 
+_DOUBTFUL_MAX: Final = 1024
+"""Objects of which checksums are remembered."""
+
+
 class Reading:
     """`answered` is told of every read, `damaged` of each object that is.
 
@@ -38,6 +43,7 @@ class Reading:
         self._damaged = guard.safe("telling of damage", damaged)
         self._lost = guard.safe("telling what is lost", lost)
         self._failing = FailingObjects[bytes](directory.data.breaker)  # by what makes the file's name
+        self._doubtful: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()  # checksums, by the same
 
     def read(
         self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
@@ -73,6 +79,12 @@ class Reading:
 
         self._submit(handle, name, None, None, Priority.TEND, answered)
 
+    def doubt(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
+        """Take bytes with these checksums for damaged whenever they are read. For what cannot be moved aside."""
+        self._doubtful[name_key(name)] = tuple(raw_sums)
+        if len(self._doubtful) > _DOUBTFUL_MAX:
+            self._doubtful.popitem(last=False)
+
     def quarantine(
         self, name: ObjectName, raw_sums: Sequence[int], *, failed: Callable[[ObjectName, Answer], None]
     ) -> None:
@@ -106,7 +118,8 @@ class Reading:
         def answered(answer: Answer) -> None:
             done(answer, handle in directory.holdings and directory.holdings.use(handle) == use)
 
-        directory.data.submit(self._job(name, extents), priority=priority, done=answered, loan=loan)
+        job = self._job(name, extents, self._doubtful.get(name_key(name), ()))
+        directory.data.submit(job, priority=priority, done=answered, loan=loan)
 
     def _judge(self, name: ObjectName, answer: Answer) -> IoOutcome:
         outcome = answer.outcome

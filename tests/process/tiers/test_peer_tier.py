@@ -1,0 +1,77 @@
+"""A peer tier with its real workers, in the loop of a test: what the daemon may ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from kvdepot.core.objectfile import ObjectName, payload_sum
+from kvdepot.server.io.peer_wire import PeerSettings
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.tiers.conformance_harness import RecordingListener, name_of, payload_of
+from kvdepot.server.tiers.peer.config import PeerConfig
+from kvdepot.server.tiers.peer.tier import PeerTier
+from kvdepot.server.tiers.pools import TierContext
+
+from tests.fakes.lying_source import LyingSource
+from tests.rigs.certificates import Authority
+from tests.rigs.io_pool_rig import Registry
+from tests.rigs.peer_fleet import PEER
+from tests.rigs.shared_live import ARENA_BYTES, SharedLive
+
+
+class PeerLive(SharedLive):
+    """Its methods are those of a shared tier."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.arena_fd = os.memfd_create("arena")
+        os.truncate(self.arena_fd, ARENA_BYTES)
+        self.registry = Registry()
+        self.listener = RecordingListener()
+        self.counts: Counter[str] = Counter()
+        files = (f"{folder / 'peer.pem'}", f"{folder / 'peer.key'}", f"{folder / 'ca.pem'}")
+        config = PeerConfig(
+            "peer", Path("tcp:"), 1 << 30, io_workers=1, deadline_seconds=20.0, failures=3, probe_seconds=0.2,
+            negative_ttl_seconds=0.2, peer=PeerSettings("127.0.0.1", port, *files, (PEER,), timeout_seconds=40.0),
+        )  # fmt: skip
+        context = TierContext(
+            ((self.arena_fd, ARENA_BYTES),), 1, self.registry,
+            asyncio.get_running_loop(), logging.getLogger("tests.peer"), self._count,
+        )  # fmt: skip
+        self.tier = PeerTier(config, context)
+        self.tier.start(self.listener)
+        self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+
+@pytest.mark.requirement("I1")
+def test_bytes_that_were_doubtful_here_are_not_taken_back_from_a_peer_that_may_have_them_from_here(
+    tmp_path: Path,
+) -> None:
+    name, other = name_of(1), name_of(2)
+    payloads = {one.key: payload_of(one) for one in (name, other)}
+
+    async def test(source: LyingSource) -> None:
+        live = PeerLive(tmp_path, source.port)
+        try:
+            await live.until(lambda: live.tier.readable, "it serves")
+            handles = await live.look_up(name, other)
+            assert await live.read(handles[name], name) == (IoOutcome.OK, payloads[name.key])
+            live.tier.drop(handles[name])
+            live.tier.quarantine(name, (1, payload_sum([memoryview(payloads[name.key])])))
+            assert await live.look_up(name) == {}, "for a while"
+            again: dict[ObjectName, int] = {}
+            while not again:
+                again.update(await live.look_up(name))
+            assert (await live.read(again[name], name))[0] is IoOutcome.CORRUPT
+            assert await live.read(handles[other], other) == (IoOutcome.OK, payloads[other.key])
+        finally:
+            await live.close()
+
+    authority = Authority(tmp_path)
+    with LyingSource(authority.issue("peer", PEER), authority.pem, payloads.__getitem__) as source:
+        source.keys.update(payloads)
+        asyncio.run(test(source))
