@@ -146,6 +146,8 @@ class LyingSource:
         self.pulls: Callable[[Any, Any], Sent] | None = None
         self.lookups: Callable[[Any, Any], Sent] | None = None
         self.lied = 0
+        self.readers: list[str] = []
+        """Serial number of the certificate of each connection."""
         self.closed = threading.Event()
 
     def __enter__(self) -> Self:
@@ -166,6 +168,8 @@ class LyingSource:
 
     def _serve(self, raw: socket.socket) -> None:
         with contextlib.suppress(OSError), raw, self._context.wrap_socket(raw, server_side=True) as connection:
+            certificate = cast("Any", connection.getpeercert())
+            self.readers.append(certificate["serialNumber"])
             while (frame := FROM_READER.read(cast("Any", Exact(connection)))) is not None:
                 for piece in self._answer(frame[1]):
                     connection.sendall(piece)

@@ -17,6 +17,7 @@ THREADLESS = "THREADLESS_CONNECTIONS"
 
 def _main(arguments: list[str]) -> int:
     peer_server.FIRST_SECONDS = peer_server.QUESTION_SECONDS = SECONDS  # type: ignore[misc]
+    peer_server.LOOK_SECONDS = 0.1  # type: ignore[misc]
     peer_server.CONNECTIONS_PER_HOST_MAX = PLACES  # type: ignore[misc]
     left = int(os.environ.get(THREADLESS, "0"))
     start = threading.Thread.start

@@ -218,6 +218,31 @@ def test_questions_of_peers_take_a_share_of_the_loop_and_all_are_answered(
     run(test)
 
 
+@pytest.mark.requirement("S3")
+def test_a_renewed_certificate_is_used_once_its_key_fits(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with live(tmp_path) as one:
+            own = one.authority.issue("reader", PEER)
+
+            def shown() -> object:
+                with connected(one, own) as connection:
+                    assert answered(connection)
+                    return (connection.getpeercert() or {})["serialNumber"]
+
+            def renew() -> None:
+                first = shown()
+                new = one.authority.issue("new", PEER)
+                Path(one.settings.cert).write_bytes(new.cert.read_bytes())
+                for _ in range(5):
+                    assert shown() == first
+                Path(one.settings.key).write_bytes(new.key.read_bytes())
+                wait_until(lambda: shown() != first, "the new one is shown")
+
+            await asyncio.to_thread(renew)
+
+    run(test)
+
+
 MALFORMED = {
     "random": b"\xa5" * 64,
     "another type": HEAD.pack(0, 200, 0),

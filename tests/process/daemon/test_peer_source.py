@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 from kvdepot.core.calls import ROOT_KEY
+from kvdepot.core.errors import ConfigError
 from kvdepot.server.daemon import peer_source
 from kvdepot.server.io.peer_wire import Leased, Pull, Refusal, Refused
 from kvdepot.server.storage.base import ObjectName
 
-from tests.rigs.live_peer_source import FILL, KEYS, OBJECT_BYTES, live, run
+from tests.rigs.live_peer_source import FILL, KEYS, OBJECT_BYTES, Live, live, run
 from tests.rigs.patience import until
 
 
@@ -108,6 +110,44 @@ def test_a_server_that_dies_is_replaced(tmp_path: Path) -> None:
             await one.none_lent()
             await until(lambda: one.source.pid is not None, "another one has started")
             assert await one.pulled(one.peer()) == bytes([FILL]) * OBJECT_BYTES
+
+    run(test)
+
+
+@pytest.mark.requirement("T3")
+def test_a_name_of_addresses_that_this_host_does_not_have_is_listened_at_where_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(*_: object, **__: object) -> list[object]:
+        kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        return [(*kind, ("203.0.113.1", 0)), (*kind, ("127.0.0.1", 0))]
+
+    async def test() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "getaddrinfo", found)
+            one = Live(tmp_path, 30.0)
+            await one.source.listen()
+        try:
+            assert [host for host, _ in one.source.addresses] == ["127.0.0.1"]
+            assert await one.pulled(one.peer()) == bytes([FILL]) * OBJECT_BYTES
+        finally:
+            await one.source.close()
+            os.close(one.arena_fd)
+
+    run(test)
+
+
+@pytest.mark.requirement("T3")
+def test_an_address_that_is_taken_is_refused_by_the_name_of_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with live(tmp_path) as one:
+            other = Live(tmp_path, 30.0)
+            monkeypatch.setattr(other.source, "_address", one.source.addresses[0])
+            with pytest.raises(ConfigError, match="listen_peers"):
+                await other.source.listen()
+            os.close(other.arena_fd)
 
     run(test)
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from kvdepot.core.data_mapping import DataParts, pack_parts
-from kvdepot.core.errors import KvDepotError, NoRoom
+from kvdepot.core.errors import ConfigError, KvDepotError, NoRoom
 from kvdepot.server.config.addresses import TCP, url_address
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.peers import Peers
@@ -35,6 +35,7 @@ from kvdepot.server.io.peer_wire import (
 from kvdepot.server.io.proven_child import ProvenChild
 from kvdepot.server.platform.backoff import Backoff
 from kvdepot.server.platform.guard import engine_guard
+from kvdepot.server.platform.listening import bind_all
 from kvdepot.server.platform.paced import Paced
 
 _MODULE: Final = "kvdepot.server.io.peer_server"
@@ -63,6 +64,7 @@ class PeerSource:
     ) -> None:  # fmt: skip
         """Build it without a process. `data`: of the arena."""
         self._data = data
+        self._file = config.file
         tls = config.tables.tls
         self._files = tls.cert, tls.key, tls.client_ca
         self._address = config.tables.daemon.peers_address
@@ -95,16 +97,17 @@ class PeerSource:
         return [one.getsockname()[:2] for one in self._listening]
 
     async def listen(self) -> None:
-        """Listen at every address of the configured host, and start the process that sends. Raise OSError."""
+        """Listen at every address of the configured host, and start the process that sends. Raise ConfigError."""
         if self._address is None:
             return
-        host, port = self._address
-        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for family, address in dict.fromkeys((one[0], one[4]) for one in found):
-            place = (address[0], port, *address[2:])
-            listening = socket.create_server(place, family=family, backlog=_BACKLOG)
-            self._listening.append(listening)
-            port = listening.getsockname()[1]
+        try:
+            # In a thread: names may have to be looked up.
+            self._listening = await self._loop.run_in_executor(None, bind_all, *self._address)
+            for listening in self._listening:
+                listening.setblocking(True)  # for the process that accepts
+                listening.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(self._file, "daemon.listen_peers", f"cannot listen: {error}") from error
         self._log.info("peers connect to %s", ", ".join(f"{TCP}{url_address(*one)}" for one in self.addresses))
         self._start()
 

@@ -40,6 +40,7 @@ class Peer:
     def __init__(self, settings: PeerSettings) -> None:
         self._settings = settings
         self._connection: ssl.SSLSocket | None = None
+        self._last_context: ssl.SSLContext | None = None
 
     def connect(self) -> None:
         """Connect, and check who answers."""
@@ -106,7 +107,15 @@ class Peer:
         raise OSError(errno.EACCES, f"{self._place}: no name of its certificate is that of a peer: {', '.join(names)}")
 
     def _context(self) -> ssl.SSLContext:
-        """Read the files: they may have been renewed."""
+        """Read the files: they may have been renewed. While they do not fit together, use what they had before."""
+        try:
+            self._last_context = self._made_context()
+        except (OSError, ValueError):
+            if self._last_context is None:
+                raise
+        return self._last_context
+
+    def _made_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # who it is decide the names of peers: an address is none of them

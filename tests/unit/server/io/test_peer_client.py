@@ -19,8 +19,12 @@ DEADLINE_SECONDS = patient(10.0)
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[LyingSource]:
-    authority = Authority(tmp_path)
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def source(authority: Authority) -> Iterator[LyingSource]:
     with LyingSource(authority.issue("peer", PEER), authority.pem, lambda key: key) as source:
         yield source
 
@@ -89,3 +93,25 @@ def test_a_host_without_any_address_that_answers_says_why(peer: Peer, monkeypatc
     resolve_to(monkeypatch, nowhere(), nowhere())
     with pytest.raises(OSError, match=r"node-a:\d+: .*refused"):
         peer.ask(Locate(()))
+
+
+@pytest.mark.requirement("S3")
+def test_a_renewal_that_is_half_done_costs_no_connection_and_one_that_is_done_is_used(
+    peer: Peer, source: LyingSource, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_to(monkeypatch, source.port)
+
+    def connect() -> str:
+        peer.close()
+        assert peer.ask(Locate(())) == Located(())
+        return source.readers[-1]
+
+    first = connect()
+    new = authority.issue("new", PEER)
+    files = authority.pem.with_name("peer.pem"), authority.pem.with_name("peer.key")
+    files[0].write_bytes(new.cert.read_bytes())
+    assert connect() == first, "the key is still that of before"
+    files[1].write_bytes(new.key.read_bytes())
+    assert connect() != first
+    files[1].unlink()
+    assert connect() != first
