@@ -21,6 +21,7 @@ from kvdepot.server.io.jobs import ABSENT
 from kvdepot.server.io.peer_wire import ALPN, FROM_READER, TO_READER, Exact, Leased, Locate, Located, Pull
 
 from tests.rigs.certificates import Files
+from tests.rigs.patience import patient
 
 _LOCATED: Final = 0
 _DRIP_SECONDS: Final = 0.01
@@ -80,7 +81,7 @@ def _dripped(self: LyingSource, payload: bytes) -> Sent:
     yield _leased(payload)
     for at in range(len(payload)):
         yield payload[at : at + 1]
-        if self.closed.wait(_DRIP_SECONDS):
+        if self.closed.wait(patient(_DRIP_SECONDS)):
             return
 
 
