@@ -15,6 +15,33 @@ from kvdepot.core.verdict import Health
 
 
 @dataclass(frozen=True, slots=True)
+class CapacityFactor:
+    """The hit ratio that a tier of another capacity would have."""
+
+    factor: float  # of the tier's capacity
+    capacity_bytes: int
+    hit_ratio: float | None = None  # 0 to 1; None: too few requests are in the sample
+    full: bool = False  # it has evicted something; otherwise more requests may show a higher ratio
+    sampled_requests: int = 0  # of the window, those with a chunk in the sample
+    sample_ratio: float = 1.0  # the part of all chunks that is in the sample
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfStatus:
+    """The expected hit ratio of a tier at other capacities, of the requests of the last hour.
+
+    The tiers above are taken as they are. Ratios are tokens that requests could resume after, of those that they asked
+    for.
+    """
+
+    window_seconds: float = 0.0  # that the figures cover: at most an hour
+    requests: int = 0
+    requests_min: int = 0  # below so many sampled ones there is no ratio
+    measured_hit_ratio: float | None = None  # what all tiers offered to the same requests
+    points: tuple[CapacityFactor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TierStatus:
     """The state of one tier."""
 
@@ -44,6 +71,8 @@ class TierStatus:
     # Of shared tiers:
     node: str = ""  # this daemon's id in the directory
     janitor: str = ""  # the node that counts and evicts; empty: unknown
+    # Of RAM, and of disks:
+    what_if: WhatIfStatus | None = None  # None: the daemon does not estimate it
 
     @property
     def is_janitor(self) -> bool:

@@ -945,6 +945,7 @@ class TierStatus(google.protobuf.message.Message):
     PINNED_OBJECTS_FIELD_NUMBER: builtins.int
     PINNED_BYTES_FIELD_NUMBER: builtins.int
     PENDING_CHECKSUMS_FIELD_NUMBER: builtins.int
+    WHAT_IF_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: builtins.str
     capacity_bytes: builtins.int
@@ -971,6 +972,10 @@ class TierStatus(google.protobuf.message.Message):
     """Of RAM."""
     pinned_bytes: builtins.int
     pending_checksums: builtins.int
+    @property
+    def what_if(self) -> global___WhatIf:
+        """Of RAM and of disks. Absent: there is none."""
+
     def __init__(
         self,
         *,
@@ -997,10 +1002,80 @@ class TierStatus(google.protobuf.message.Message):
         pinned_objects: builtins.int = ...,
         pinned_bytes: builtins.int = ...,
         pending_checksums: builtins.int = ...,
+        what_if: global___WhatIf | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pending_checksums", b"pending_checksums", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["what_if", b"what_if"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pending_checksums", b"pending_checksums", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "what_if", b"what_if", "written_today_bytes", b"written_today_bytes"]) -> None: ...
 
 global___TierStatus = TierStatus
+
+@typing.final
+class WhatIf(google.protobuf.message.Message):
+    """The expected hit ratio of a tier at other capacities, of the requests of the last hour."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WINDOW_SECONDS_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    REQUESTS_MIN_FIELD_NUMBER: builtins.int
+    MEASURED_HIT_RATIO_FIELD_NUMBER: builtins.int
+    POINTS_FIELD_NUMBER: builtins.int
+    window_seconds: builtins.float
+    requests: builtins.int
+    requests_min: builtins.int
+    """below so many sampled ones there is no ratio"""
+    measured_hit_ratio: builtins.float
+    """what all tiers offered to the same requests"""
+    @property
+    def points(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CapacityFactor]: ...
+    def __init__(
+        self,
+        *,
+        window_seconds: builtins.float = ...,
+        requests: builtins.int = ...,
+        requests_min: builtins.int = ...,
+        measured_hit_ratio: builtins.float | None = ...,
+        points: collections.abc.Iterable[global___CapacityFactor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_measured_hit_ratio", b"_measured_hit_ratio", "measured_hit_ratio", b"measured_hit_ratio"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_measured_hit_ratio", b"_measured_hit_ratio", "measured_hit_ratio", b"measured_hit_ratio", "points", b"points", "requests", b"requests", "requests_min", b"requests_min", "window_seconds", b"window_seconds"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_measured_hit_ratio", b"_measured_hit_ratio"]) -> typing.Literal["measured_hit_ratio"] | None: ...
+
+global___WhatIf = WhatIf
+
+@typing.final
+class CapacityFactor(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FACTOR_FIELD_NUMBER: builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: builtins.int
+    HIT_RATIO_FIELD_NUMBER: builtins.int
+    FULL_FIELD_NUMBER: builtins.int
+    SAMPLED_REQUESTS_FIELD_NUMBER: builtins.int
+    SAMPLE_RATIO_FIELD_NUMBER: builtins.int
+    factor: builtins.float
+    """of the tier's capacity"""
+    capacity_bytes: builtins.int
+    hit_ratio: builtins.float
+    full: builtins.bool
+    """it has evicted something"""
+    sampled_requests: builtins.int
+    sample_ratio: builtins.float
+    def __init__(
+        self,
+        *,
+        factor: builtins.float = ...,
+        capacity_bytes: builtins.int = ...,
+        hit_ratio: builtins.float | None = ...,
+        full: builtins.bool = ...,
+        sampled_requests: builtins.int = ...,
+        sample_ratio: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_hit_ratio", b"_hit_ratio", "hit_ratio", b"hit_ratio"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_hit_ratio", b"_hit_ratio", "capacity_bytes", b"capacity_bytes", "factor", b"factor", "full", b"full", "hit_ratio", b"hit_ratio", "sample_ratio", b"sample_ratio", "sampled_requests", b"sampled_requests"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_hit_ratio", b"_hit_ratio"]) -> typing.Literal["hit_ratio"] | None: ...
+
+global___CapacityFactor = CapacityFactor
 
 @typing.final
 class SessionStatus(google.protobuf.message.Message):
