@@ -7,6 +7,7 @@ prefetch, and prefetch reads by promotions. Prefetch is made last, so both reach
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from kvdepot.core.arena import ArenaTables
 from kvdepot.core.eviction import policy_by_name
@@ -20,6 +21,7 @@ from kvdepot.server.depot.loads.locates import Locates
 from kvdepot.server.depot.loads.peer_leases import PeerLeases
 from kvdepot.server.depot.loads.records import Records
 from kvdepot.server.depot.loads.token_reports import TokenReports
+from kvdepot.server.depot.loads.what_ifs import WhatIfs
 from kvdepot.server.depot.operators.invalidation import Invalidation
 from kvdepot.server.depot.operators.listing import Listing
 from kvdepot.server.depot.operators.pins import Pins
@@ -111,7 +113,8 @@ class Assembly:
         self._prefetch = Prefetch(
             tree, ram, self._tiering.promotions, share=config.prefetch_share, seconds=config.lease_deadline_seconds
         )  # fmt: skip
-        self.records = Records(tree.namespaces, clock, request_over)
+        self._what_ifs = WhatIfs(ram, tables.layout.data_bytes, tree.disks, config, tables.layout.rows, clock)
+        self.records = Records(tree.namespaces, clock, request_over, self._what_ifs.asked)
         sources = {"ram", *(holding.tier.name for holding in tree.tiers)}
         self._token_reports = TokenReports(self.counters, sources)
         self._locates = Locates(
@@ -165,7 +168,7 @@ class Assembly:
         self._guard.each(
             "tick", self._departures.tick, self._requests.expire, self._prefetch.tick, self.pins.tick,
             self.invalidation.tick, self._tree.drop_torn, self._tree.reclaim, self._tree.refresh_some,
-            self._ram.evictor.offer_deferred, self._tiering.tick, self._locates.tick,
+            self._ram.evictor.offer_deferred, self._tiering.tick, self._locates.tick, self._what_ifs.work,
         )  # fmt: skip
         return self.trim()
 
@@ -199,10 +202,13 @@ class Assembly:
             prefetching_requests=len(self._prefetch),
             pinned_objects=ram.pins.user.objects,
             pinned_bytes=ram.pins.user.bytes,
+            what_if=self._what_ifs.status("ram"),
         )
         return EngineStatus(
             tier=tier,
-            lower_tiers=self._tiering.statuses(),
+            lower_tiers=tuple(
+                replace(one, what_if=self._what_ifs.status(one.name)) for one in self._tiering.statuses()
+            ),
             sessions=tuple(
                 s.status(self._config.credit_bytes) for s in self._sessions.by_slot.values() if not s.worker
             ),

@@ -12,7 +12,7 @@ from kvdepot.core.health import DISABLED, HOUR
 from kvdepot.core.hit_rate import PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS, HitRate
 from kvdepot.core.misses import MissReason
 from kvdepot.core.records import RequestRecord
-from kvdepot.core.report import DaemonStatus, SessionStatus, TierStatus
+from kvdepot.core.report import DaemonStatus, SessionStatus, TierStatus, WhatIfStatus
 from kvdepot.core.verdict import Problem
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.observe.metrics import by_family
@@ -133,6 +133,26 @@ def _tier(tier: TierStatus) -> dict[str, Any]:
         "used_bytes": tier.used_bytes,
         "capacity_bytes": tier.capacity_bytes,
         "objects": tier.objects,
+        "what_if": None if tier.what_if is None else _what_if(tier.what_if),
+    }
+
+
+def _what_if(found: WhatIfStatus) -> dict[str, Any]:
+    measured = found.measured_hit_ratio
+    return {
+        "requests": found.requests,
+        "requests_min": found.requests_min,
+        "window_seconds": found.window_seconds,
+        "measured_percent": None if measured is None else 100 * measured,
+        "points": [
+            {
+                "factor": point.factor,
+                "capacity_bytes": point.capacity_bytes,
+                "percent": None if point.hit_ratio is None else 100 * point.hit_ratio,
+                "full": point.full,
+            }
+            for point in found.points
+        ],
     }
 
 

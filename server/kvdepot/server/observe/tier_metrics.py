@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvdepot.core.health import DEGRADED_STATES, DISABLED
+from kvdepot.core.what_if import FACTORS
 from kvdepot.server.observe.metric_family import (
     DISK,
     LOWER,
@@ -12,6 +13,7 @@ from kvdepot.server.observe.metric_family import (
     OF_SEVERAL,
     RAM_ONLY,
     SHARED,
+    Family,
     quota,
     tier_counter,
     tier_gauge,
@@ -25,6 +27,20 @@ _DAMAGES = sorted(DAMAGED)
 OUTCOMES: Final = tuple(IoOutcome)
 
 TIERS: Final = (
+    Family(
+        "tier_expected_hit_ratio",
+        "gauge",
+        "Hit ratio that the tier would have at a factor of its capacity, for the requests of the last hour.",
+        ("tier", "capacity_factor"),
+        tuple(f"{factor:g}" for factor in FACTORS),
+        samples=lambda scrape: [
+            ((tier.name, f"{point.factor:g}"), point.hit_ratio)
+            for tier in scrape.status.tiers
+            if tier.what_if is not None
+            for point in tier.what_if.points
+            if point.hit_ratio is not None
+        ],
+    ),
     tier_gauge("capacity_bytes", "Configured capacity, everything included."),
     tier_gauge("ready_bytes", "RAM: populated bytes of the arena. Disk: bytes of the existing segments."),
     tier_gauge(

@@ -9,11 +9,11 @@ import pytest
 from kvdepot.core.calls import RequestEnd
 from kvdepot.core.health import CHECKS, health
 from kvdepot.core.records import RequestRecord
-from kvdepot.core.report import DaemonStatus, SessionStatus, SwitchesStatus
+from kvdepot.core.report import CapacityFactor, DaemonStatus, SessionStatus, SwitchesStatus, WhatIfStatus
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.observe.live_figures import LiveFigures
 
-from tests.fakes.daemon_status import STATUS
+from tests.fakes.daemon_status import NVME, RAM, STATUS
 
 SECRET = "secret"
 
@@ -73,6 +73,17 @@ def test_a_busy_day_keeps_no_more_than_an_hour_of_samples() -> None:
         counters.add("prompt_tokens", 1)
         live.note()
     assert len(live._history._samples) <= 362
+
+
+def test_a_tier_has_its_curve_in_percent_and_none_without_evidence() -> None:
+    points = (CapacityFactor(1.0, 1 << 30, 0.25, True, 300), CapacityFactor(8.0, 8 << 30))
+    ram = replace(RAM, what_if=WhatIfStatus(60.0, 300, 200, 0.5, points))
+    first, second = _live(Counters(), Clock(), replace(STATUS, tiers=(ram, NVME))).figures()["tiers"]
+    assert second["what_if"] is None
+    assert first["what_if"]["measured_percent"] == 50
+    assert [(one["factor"], one["percent"], one["full"]) for one in first["what_if"]["points"]] == [
+        (1.0, 25.0, True), (8.0, None, False),
+    ]  # fmt: skip
 
 
 @pytest.mark.requirement("O5")

@@ -16,7 +16,7 @@ import grpc
 import pytest
 from kvdepot.core.calls import LocateCall, LocateReply
 from kvdepot.core.errors import NoRoom
-from kvdepot.core.report import DaemonStatus, SessionStatus, SwitchesStatus, TierStatus
+from kvdepot.core.report import CapacityFactor, DaemonStatus, SessionStatus, SwitchesStatus, TierStatus, WhatIfStatus
 from kvdepot.proto.methods import DEPOT, encode
 from kvdepot.server.depot.counters import BUCKETS_SECONDS, Counters
 from kvdepot.server.observe.metric_families import CODES, FAMILIES
@@ -242,3 +242,14 @@ def test_the_summary_is_one_line_that_says_what_is_wrong() -> None:
         "kvdepotd 1 not ready (stopping), up 2 h 1 min; nvme 1.50 TiB of 2.00 TiB read-only (no space); 0 engines;"
         " hit rate 85 % of 51.2 k tokens (engine 10 %, ram 75 %)"
     )
+
+
+def test_the_expected_hit_ratio_of_a_tier_is_a_gauge_by_factor_once_it_is_known() -> None:
+    points = (CapacityFactor(0.5, 1 << 29, 0.25), CapacityFactor(1.0, 1 << 30, None))
+    ram = replace(TIERS[0], what_if=WhatIfStatus(points=points))
+    found = {
+        name: value
+        for name, value in scraped(Counters(), ram, *TIERS[1:]).items()
+        if name.startswith("kvdepot_tier_expected_hit_ratio")
+    }
+    assert found == {"kvdepot_tier_expected_hit_ratio{'capacity_factor': '0.5', 'tier': 'ram'}": 0.25}

@@ -64,13 +64,15 @@ class Records:
         namespaces: Namespaces,
         clock: Callable[[], float],
         over: Callable[[RequestRecord], None] | None = None,
+        asked: Callable[[Namespace, bytes, Lookup], None] | None = None,
     ) -> None:
-        """Remember nothing yet. `over` is told of each request that has ended."""
+        """Remember nothing yet. `over` is told of each request that has ended, `asked` of the first lookup of each."""
         self._namespaces = namespaces
         self._clock = clock
         self._records: OrderedDict[tuple[str, str], _Record] = OrderedDict()
         self.traces = Traces(clock)
         self._over = over
+        self._asked = asked
 
     def __len__(self) -> int:
         return len(self._records)
@@ -82,6 +84,8 @@ class Records:
         if record is not None:
             if not record.lookups:
                 self.traces.asked(namespace, keys, lookup.offered_tokens)
+                if self._asked is not None:
+                    self._asked(namespace, keys, lookup)
             record.lookups += 1
             record.looked_up_at = self._clock()
             record.lookup = lookup
