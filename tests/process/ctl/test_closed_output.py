@@ -72,7 +72,7 @@ OF_THE_DAEMON = {
     "loads": ["on"], "stores": ["on"], "drain": [], "resume": [], "pin": [NAMESPACE],
     "unpin": [NAMESPACE], "quota": ["list"], "config": ["show"], "verify": [], "prefetch": ["--help"],
     "export": ["--help"], "completion": ["bash"], "reload": ["--help"], "doctor": ["--help"], "bench": ["--help"],
-    "size": [str(MODEL)],
+    "size": [str(MODEL)], "what-if": ["--help"],
     "assets": ["list"], "import": ["--help"], "evict": ["--help"], "epoch": ["--help"], "trace": ["--help"],
 }  # fmt: skip
 """Every verb of kvdepotctl: what it needs to print something."""

@@ -33,6 +33,7 @@ from kvdepot.client.ctl.commands.switches import loads, stores
 from kvdepot.client.ctl.commands.top import top
 from kvdepot.client.ctl.commands.trace import trace
 from kvdepot.client.ctl.commands.verify import verify
+from kvdepot.client.ctl.commands.what_if import what_if
 from kvdepot.client.ctl.remote import EXIT_UNREACHABLE, LOCAL_VERBS, TCP, Address, Remote, chosen
 from kvdepot.client.ctl.sections import SectionedGroup
 from kvdepot.client.ctl.texts import say
@@ -117,7 +118,7 @@ def cli(context: click.Context, /, timeout: float, **_: object) -> None:
 cli.add_section("Inspect", status, health, top, ls, describe, config, completion, assets)
 cli.add_section("Control", loads, stores, pin, unpin, evict, epoch, quota, drain, resume, reload)
 cli.add_section("Move", prefetch, export, import_)
-cli.add_section("Diagnose", doctor, explain, requests, verify, bench, size, trace)
+cli.add_section("Diagnose", doctor, explain, requests, verify, bench, size, what_if, trace)
 
 
 def main() -> None:
