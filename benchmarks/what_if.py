@@ -32,19 +32,21 @@ from benchmarks.workloads.families import family_names
 AIM = 0.02
 _ALL_POINTS = 1 << 30
 _FOREVER = 1e12
+_REQUESTS_MIN = 100
+"""Fewer than a daemon needs, so that small samples are measured, too."""
 _COMPARED = GEOMETRIES[:2]  # the sketch takes a state a prompt, as engines store them by default
 
 
 def curve(
     requests: Sequence[Request], geometry: Geometry, capacity_bytes: int, *, policy: str = DEFAULT_POLICY,
-    points_max: int = POINTS_MAX,
+    points_max: int = POINTS_MAX, requests_min: int = _REQUESTS_MIN,
 ) -> tuple[WhatIfStatus, float]:  # fmt: skip
     """Return the curve of a tier after these requests, and the seconds of processor time that it took."""
     began = time.process_time()
     clock = 0.0
     sketch = WhatIf(
         capacity_bytes, policy, lambda: clock, ghosts=capacity_bytes // OBJECT_BYTES,
-        window_seconds=_FOREVER, points_max=points_max,
+        window_seconds=_FOREVER, points_max=points_max, requests_min=requests_min,
     )  # fmt: skip
     sizes = Sizes(BLOCK_TOKENS, OBJECT_BYTES, STATE_BLOCKS * OBJECT_BYTES if geometry.states else 0)
     for request in requests:

@@ -15,7 +15,7 @@ from typing import Final
 from kvdepot.core.eviction import NO_NODE, USELESS, EvictionPolicy
 
 _NONE: Final = -1
-_POINTS_AT_ONCE: Final = 32
+_POINTS_AT_ONCE: Final = 8
 """Between two yields: about 0.5 ms."""
 _TOKENS_PER_SECOND: Final = 10_000.0
 """The unit of worth. Only the ratio of two worths matters."""

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from kvdepot.core.calls import KEY_BYTES
 from kvdepot.core.eviction import policy_by_name
+from kvdepot.core.marks import KnownMarks, LatestMarks, Marks
 from kvdepot.core.miniature_cache import MiniatureCache, Path
 from kvdepot.core.report import CapacityFactor, WhatIfStatus
 
@@ -29,17 +30,17 @@ FACTORS: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 POINTS_MAX: Final = 1024
 """In each cache."""
 WINDOW_SECONDS: Final = 3600.0
-REQUESTS_MIN: Final = 200
-"""Sampled requests within the window, below which a curve says nothing."""
+REQUESTS_MIN: Final = 500
+"""Sampled requests within the window, below which a curve says nothing: fewer are more than 0.02 off by chance."""
 _PARTS: Final = 12
 """Of the window: what leaves it leaves in steps of a twelfth."""
+_GHOSTS_MIN, _GHOSTS_MAX = 64, 4 * POINTS_MAX
 _QUEUED_BYTES_MAX: Final = 1 << 20
 """Of keys that wait for `work`."""
-_ENDS_BITS, _CHUNKS_BITS = 15, 16
+_BRANCHES_BITS, _CHUNKS_BITS = 15, 16
+"""Of tables of marks: 768 KiB together."""
 _PROMPT_POINTS_MAX: Final = 1024
 """Of one prompt. What lies beyond counts as computed."""
-
-_Marks = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +56,14 @@ class Geometry:
     ends_bytes: int = 0
 
 
-class _KnownMarks:
-    """Marks that were seen lately. A slot has the latest mark of those that share it."""
-
-    def __init__(self, bits: int) -> None:
-        self._slots = np.zeros(1 << bits, np.uint64)
-        self._mask = np.uint64((1 << bits) - 1)
-
-    def known(self, marks: _Marks) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = self._slots[marks & self._mask] == marks
-        return found
-
-    def add(self, marks: _Marks) -> None:
-        self._slots[marks & self._mask] = marks
-
-
 @dataclass(slots=True)
 class _Bucket:
     """One part of the window of one cache.
 
     `reusable`: tokens of all prompts that came before, so that a cache without a limit has them, by whether requests
     resume at ends only; `sampled`: of these, those of points in the sample. `hits`: of the sampled ones.
+    `fresh`: tokens of chunks that came not before, as far as the table of marks remembers. Of these, `sampled_fresh`
+    are in the sample, and `fresh_hits` are hits of sampled ones.
     """
 
     begins_at: float
@@ -84,10 +72,16 @@ class _Bucket:
     reusable: list[int] = field(default_factory=lambda: [0, 0])
     sampled: list[int] = field(default_factory=lambda: [0, 0])
     hits: list[int] = field(default_factory=lambda: [0, 0])
+    fresh: int = 0
+    sampled_fresh: int = 0
+    fresh_hits: int = 0
 
     def add(self, other: _Bucket) -> None:
         self.sampled_requests += other.sampled_requests
         self.prompt_tokens += other.prompt_tokens
+        self.fresh += other.fresh
+        self.sampled_fresh += other.sampled_fresh
+        self.fresh_hits += other.fresh_hits
         for kind in (0, 1):
             self.reusable[kind] += other.reusable[kind]
             self.sampled[kind] += other.sampled[kind]
@@ -143,40 +137,46 @@ class _Places:
     """
 
     at: npt.NDArray[np.int64]
-    marks: _Marks
-    hashes: _Marks
+    marks: Marks
+    hashes: Marks
     sizes: npt.NDArray[np.int64]
     is_end: npt.NDArray[np.bool_]
     reusable: npt.NDArray[np.int64]
 
-    def sample(self, geometry: Geometry, threshold: np.uint64) -> tuple[Path, int]:
-        """Return the points below the threshold, and their reusable tokens."""
-        chosen = np.flatnonzero(self.hashes <= threshold)
-        reusable = int(self.reusable[chosen].sum())
-        chosen = chosen[:_PROMPT_POINTS_MAX]
+    @property
+    def reusable_tokens(self) -> int:
+        return int(self.reusable.sum())
+
+    def sample(self, geometry: Geometry, threshold: np.uint64) -> tuple[Path, list[int]]:
+        """Return the points below the threshold, at most so many, and the reusable tokens of each below it."""
+        below = np.flatnonzero(self.hashes <= threshold)
+        chosen = below[:_PROMPT_POINTS_MAX]
         branches = frozenset(np.flatnonzero(~self.is_end[chosen]).tolist()) if geometry.ends_bytes else frozenset()
         path = Path(
             self.marks[chosen].tolist(), self.sizes[chosen].tolist(),
             ((self.at[chosen] + 1) * geometry.chunk_tokens).tolist(), geometry.ends_bytes, branches,
         )  # fmt: skip
-        return path, reusable
+        return path, self.reusable[below].tolist()
 
 
 class _Factor:
     """The cache of one capacity, with what it had of the sample."""
 
-    def __init__(self, policy: str, room_bytes: float, ghosts: float, window_seconds: float) -> None:
+    def __init__(
+        self, policy: str, room_bytes: float, ghosts: int, window_seconds: float, requests_min: int
+    ) -> None:  # fmt: skip
         self._policy = policy
         self._room_bytes = room_bytes
         self._ghosts = ghosts
         self._window_seconds = window_seconds
+        self._requests_min = requests_min
 
     def restart(self, rate: float, now: float) -> None:
         """Start again without points, at this rate."""
         self.rate = rate
         self._threshold = np.uint64(min(int(rate * 2.0**64), 2**64 - 1))
         self._window = _Window(self._window_seconds, _Bucket, now)
-        ghosts = min(max(int(self._ghosts * rate), 64), POINTS_MAX)
+        ghosts = max(min(int(self._ghosts * rate), _GHOSTS_MAX), _GHOSTS_MIN)
         self.cache = MiniatureCache(policy_by_name(self._policy, ghosts), self._room_bytes * rate)
 
     def fit(self, point_bytes: int, points_max: int, now: float) -> None:
@@ -188,26 +188,34 @@ class _Factor:
             self.restart(rate, now)
 
     def serve(self, asked: _Asked, places: _Places) -> Iterator[None]:
-        path, sampled = places.sample(asked.geometry, self._threshold)
+        geometry = asked.geometry
+        path, known = places.sample(geometry, self._threshold)
         bucket = self._window.at(asked.at)
-        kind = int(asked.geometry.ends_bytes > 0)
+        kind = int(geometry.ends_bytes > 0)
+        sampled = sum(known)
         bucket.prompt_tokens += asked.prompt_tokens
-        bucket.reusable[kind] += int(places.reusable.sum())
+        bucket.reusable[kind] += places.reusable_tokens
         bucket.sampled[kind] += sampled
+        if not kind:
+            bucket.fresh += len(places.at) * geometry.chunk_tokens - places.reusable_tokens
+            bucket.sampled_fresh += len(known) * geometry.chunk_tokens - sampled
         if not len(path):
             return
         bucket.sampled_requests += 1
         served = yield from self.cache.serve(path, asked.at)
-        if served and sampled:
-            tokens = path.depths[served - 1] if kind else served * asked.geometry.chunk_tokens
-            bucket.hits[kind] += tokens
+        if kind:
+            bucket.hits[kind] += path.depths[served - 1] if served and sampled else 0
+        else:
+            hits = sum(known[:served])
+            bucket.hits[kind] += hits
+            bucket.fresh_hits += served * geometry.chunk_tokens - hits
 
     def status(self, factor: float, capacity_bytes: int, now: float) -> CapacityFactor:
         self._window.at(now)
         whole = _Bucket(now)
         for part in self._window.parts:
             whole.add(part)
-        enough = whole.sampled_requests >= REQUESTS_MIN and whole.prompt_tokens > 0
+        enough = whole.sampled_requests >= self._requests_min and whole.prompt_tokens > 0
         return CapacityFactor(
             factor=factor,
             capacity_bytes=capacity_bytes,
@@ -221,11 +229,13 @@ class _Factor:
         """Return the hit ratio. Where the sample has too few reusable tokens, the others count as hits.
 
         Such differences come from the chunks that are asked for most, which caches of all sizes have (SHARDS-adj).
+        A cache may have chunks whose marks are forgotten. Their share is that of the sample.
         """
-        tokens = 0.0
-        for kind in (0, 1):
-            missing = whole.reusable[kind] - whole.sampled[kind] / self.rate
-            tokens += min(max(whole.hits[kind] / self.rate + missing, 0.0), whole.reusable[kind])
+        tokens = sum(
+            max((whole.hits[kind] - whole.sampled[kind]) / self.rate + whole.reusable[kind], 0.0) for kind in (0, 1)
+        )
+        if whole.sampled_fresh:
+            tokens += whole.fresh_hits / whole.sampled_fresh * whole.fresh
         return min(tokens / whole.prompt_tokens, 1.0)
 
 
@@ -235,7 +245,7 @@ class WhatIf:
     def __init__(
         self, capacity_bytes: int, policy: str, clock: Callable[[], float], *, full: float = 1.0,
         least_bytes: float = 0.0, ghosts: int = POINTS_MAX, window_seconds: float = WINDOW_SECONDS,
-        points_max: int = POINTS_MAX,
+        points_max: int = POINTS_MAX, requests_min: int = REQUESTS_MIN,
     ) -> None:  # fmt: skip
         """Make a sketch that has seen nothing.
 
@@ -248,16 +258,24 @@ class WhatIf:
             ghosts: how many evicted nodes the tier's policy remembers.
             window_seconds: how long a request counts.
             points_max: in each cache.
+            requests_min: sampled requests below which a cache says nothing.
         """
         self._capacity_bytes = capacity_bytes
         self._clock = clock
         self._window_seconds = window_seconds
         self._points_max = points_max
+        self._requests_min = requests_min
         self._queue: deque[_Asked] = deque()
         self._running: Iterator[None] | None = None
         self._sized = False  # whether rates are chosen for the first namespace
         self._factors = [
-            _Factor(policy, max(capacity_bytes * factor * full, least_bytes), ghosts * factor, window_seconds)
+            _Factor(
+                policy,
+                max(capacity_bytes * factor * full, least_bytes),
+                int(ghosts * factor),
+                window_seconds,
+                requests_min,
+            )
             for factor in FACTORS
         ]
         self._restart([1.0] * len(FACTORS))
@@ -305,9 +323,9 @@ class WhatIf:
         self._queue.clear()
         self._queued_bytes = 0
         self._running = None
-        self._ends = _KnownMarks(_ENDS_BITS)
-        self._branches = _KnownMarks(_ENDS_BITS)
-        self._chunks = _KnownMarks(_CHUNKS_BITS)
+        self._ends = LatestMarks()
+        self._branches = KnownMarks(_BRANCHES_BITS)
+        self._chunks = KnownMarks(_CHUNKS_BITS)
         self._window = _Window(self._window_seconds, _Totals, now)
         for factor, rate in zip(self._factors, rates, strict=True):
             factor.restart(rate, now)
@@ -328,7 +346,7 @@ class WhatIf:
         if not asked.keys:
             return
         words = np.frombuffer(asked.keys, "<u8").reshape(-1, KEY_BYTES // 8)
-        marks: _Marks = words[:, 0] ^ np.uint64(asked.salt)
+        marks: Marks = words[:, 0] ^ np.uint64(asked.salt)
         places = self._ends_of(geometry, marks, words[:, 1]) if geometry.ends_bytes else self._chunks_of(
             geometry, marks, words[:, 1]
         )  # fmt: skip
@@ -338,14 +356,14 @@ class WhatIf:
                 factor.restart(factor.rate / 2, asked.at)
             yield
 
-    def _chunks_of(self, geometry: Geometry, marks: _Marks, hashes: _Marks) -> _Places:
+    def _chunks_of(self, geometry: Geometry, marks: Marks, hashes: Marks) -> _Places:
         """Return a place for each chunk. Its tokens are reusable if it came before."""
         known = self._chunks.known(marks)
         self._chunks.add(marks)
         sizes = np.full(len(marks), geometry.chunk_bytes, np.int64)
         return _Places(np.arange(len(marks)), marks, hashes, sizes, known, known * np.int64(geometry.chunk_tokens))
 
-    def _ends_of(self, geometry: Geometry, marks: _Marks, hashes: _Marks) -> _Places:
+    def _ends_of(self, geometry: Geometry, marks: Marks, hashes: Marks) -> _Places:
         """Return a place for each end of a prompt on the path of this one, its own included, and for each branch.
 
         A prompt could resume at the last end of an earlier one. All tokens before that end are reusable, and count if
@@ -354,7 +372,7 @@ class WhatIf:
         known, chunks = self._ends.known(marks), self._chunks.known(marks)
         is_end, is_branch = known.copy(), self._branches.known(marks)
         is_end[-1] = True
-        self._ends.add(marks[-1:])
+        self._ends.add(marks[-1])
         self._chunks.add(marks)
         if chunks.any() and not chunks[-1]:
             fork = int(np.flatnonzero(chunks)[-1])  # the last chunk that another prompt has, too
@@ -381,8 +399,10 @@ class WhatIf:
         return WhatIfStatus(
             window_seconds=min(now - parts[0].begins_at, self._window_seconds),
             requests=requests,
-            requests_min=REQUESTS_MIN,
-            measured_hit_ratio=offered_tokens / prompt_tokens if requests >= REQUESTS_MIN and prompt_tokens else None,
+            requests_min=self._requests_min,
+            measured_hit_ratio=offered_tokens / prompt_tokens
+            if requests >= self._requests_min and prompt_tokens
+            else None,
             points=tuple(
                 one.status(factor, int(factor * self._capacity_bytes), now)
                 for factor, one in zip(FACTORS, self._factors, strict=True)

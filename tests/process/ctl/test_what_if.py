@@ -34,11 +34,11 @@ def test_the_curve_of_a_daemon_is_shown_everywhere_once_there_are_enough_request
     late = kvdepotctl(new_daemon, "what-if")
     assert late.returncode == 0, late
     assert "measured, all tiers: 0 %" in late.stdout
-    assert late.stdout.count("99.5 %*") == 6, late.stdout
+    assert late.stdout.count("99.8 %*") == 6, late.stdout
     record = json.loads(kvdepotctl(new_daemon, "what-if", "-o", "json").stdout)
     assert record["ram"]["measured_hit_ratio"] == 0.0
     with urlopen(f"{new_daemon.metrics}/metrics") as answer:
-        assert 'kvdepot_tier_expected_hit_ratio{capacity_factor="0.25",tier="ram"} 0.995' in answer.read().decode()
+        assert 'kvdepot_tier_expected_hit_ratio{capacity_factor="0.25",tier="ram"} 0.998' in answer.read().decode()
     with urlopen(f"{new_daemon.metrics}/live.json") as answer:
         (ram,) = [tier for tier in json.load(answer)["tiers"] if tier["name"] == "ram"]
-    assert [one["percent"] for one in ram["what_if"]["points"]] == [99.5] * 6
+    assert [one["percent"] for one in ram["what_if"]["points"]] == [99.8] * 6

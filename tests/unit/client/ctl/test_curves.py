@@ -26,7 +26,7 @@ RATIOS: Final = ((0.25, 0.112), (0.5, 0.204), (1.0, 0.3371), (2.0, 0.48), (4.0, 
 
 def status(*ratios: tuple[float, float | None], measured: float | None = 0.3312) -> DaemonStatus:
     tiers = [
-        replace(tier, what_if=WhatIfStatus(3120.0, 12_403, 200, measured, tuple(
+        replace(tier, what_if=WhatIfStatus(3120.0, 12_403, 500, measured, tuple(
             CapacityFactor(factor, int(factor * tier.capacity_bytes), ratio, factor < 8, 57, 0.125)
             for factor, ratio in ratios
         )))
