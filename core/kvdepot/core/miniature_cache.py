@@ -16,7 +16,7 @@ from kvdepot.core.eviction import NO_NODE, USELESS, EvictionPolicy
 
 _NONE: Final = -1
 _POINTS_AT_ONCE: Final = 8
-"""Between two yields: about 0.5 ms."""
+"""Added or evicted between two yields: about 0.5 ms."""
 _TOKENS_PER_SECOND: Final = 10_000.0
 """The unit of worth. Only the ratio of two worths matters."""
 
@@ -27,7 +27,8 @@ class Path:
 
     `sizes`: bytes of attention up to each point from the one before. `ends_bytes`: bytes that a request needs at the
     point where it resumes, in addition. 0: none, and requests resume at each point. `branches`: the places of points
-    at which prompts part and none has ended, so that nobody resumes there.
+    at which prompts part and none has ended, so that nobody resumes there. `at_each`: whether an engine that computes
+    a part of the path stores what requests resume with at each of its points, and not at the last one only.
     """
 
     marks: list[int]
@@ -35,6 +36,7 @@ class Path:
     depths: list[int]  # tokens from the beginning of the prompt to each point
     ends_bytes: int = 0
     branches: frozenset[int] = frozenset()
+    at_each: bool = False
 
     def __len__(self) -> int:
         return len(self.marks)
@@ -68,41 +70,49 @@ class MiniatureCache:
     def used_bytes(self) -> int:
         return self._used_bytes
 
-    def serve(self, path: Path, now: float) -> Generator[None, None, int]:
+    def serve(self, path: Path, now: float, *, hit: bool = True) -> Generator[None, None, int]:
         """Resume at the last point of the path that can be, and store what comes after it.
 
-        Return how many of the points are before the request's own work. Yield about every 0.5 ms.
+        Return how many of the points are before the request's own work. Yield about every 0.5 ms. Nothing else may
+        change the cache until the end. Without `hit` nobody resumes: an engine only stores what it has computed.
         """
-        served = self._served(path)
-        parent = _NONE
-        if served:
-            parent = self._nodes[path.marks[served - 1]]
-            self._policy.on_hit(parent, now)
+        found = [self._nodes.get(mark, _NONE) for mark in path.marks]
+        served = self._served(path, found)
+        parent = found[served - 1] if served else _NONE
+        if hit:
+            self._use(found, served, now)
         skipped_bytes = 0
         for at in range(served, len(path)):
             if at % _POINTS_AT_ONCE == _POINTS_AT_ONCE - 1:
                 yield
             node = self._nodes.get(path.marks[at], _NONE)
-            last = at == len(path) - 1
-            if node == _NONE and path.ends_bytes and not last and at not in path.branches:
+            stored_end = path.at_each or at == len(path) - 1
+            if node == _NONE and path.ends_bytes and not stored_end and at not in path.branches:
                 skipped_bytes += path.sizes[at]  # an earlier end that has gone: its attention is computed again
                 continue
             needed_bytes = path.sizes[at] + skipped_bytes + (0 if at in path.branches else path.ends_bytes)
-            stored = node != _NONE or self._room(needed_bytes, parent)
+            stored = node != _NONE or (yield from self._room(needed_bytes, parent))
             if not stored:
                 break
             if node == _NONE:
                 node = self._add(path, at, parent, skipped_bytes, now)
                 skipped_bytes = 0
-            elif last and not self._resumable[node]:
-                self._complete(node, path.ends_bytes, now)
+            elif stored_end and not self._resumable[node]:
+                yield from self._complete(node, path.ends_bytes, now)
             parent = node
         if parent != _NONE:
             self._policy.on_end(parent)
         return served
 
-    def _served(self, path: Path) -> int:
-        found = [self._nodes.get(mark, _NONE) for mark in path.marks]
+    def _use(self, found: list[int], served: int, now: float) -> None:
+        """Count a use of the point where the request resumes, and of the last one that it offers again."""
+        if served:
+            self._policy.on_hit(found[served - 1], now)
+        offered = next((node for node in reversed(found[served:]) if node != _NONE), _NONE)
+        if offered != _NONE:
+            self._policy.on_hit(offered, now)
+
+    def _served(self, path: Path, found: list[int]) -> int:
         if not path.ends_bytes:
             return found.index(_NONE) if _NONE in found else len(found)
         resumable = (at for at in range(len(found), 0, -1) if found[at - 1] != _NONE and self._resumable[found[at - 1]])
@@ -136,9 +146,9 @@ class MiniatureCache:
         self._ended.append(0)
         return len(self._marks) - 1
 
-    def _complete(self, node: int, ends_bytes: int, now: float) -> None:
+    def _complete(self, node: int, ends_bytes: int, now: float) -> Generator[None, None, None]:
         """Store again what requests resume with, at a node that has lost it."""
-        if not self._room(ends_bytes, node):
+        if not (yield from self._room(ends_bytes, node)):
             return
         self._ends[node] = ends_bytes
         self._resumable[node] = True
@@ -149,8 +159,11 @@ class MiniatureCache:
 
     # Eviction
 
-    def _room(self, size_bytes: int, kept: int) -> bool:
-        """Evict until there is room. `kept` and what it continues stay. Return whether there is room."""
+    def _room(self, size_bytes: int, kept: int) -> Generator[None, None, bool]:
+        """Evict until there is room. `kept` and what it continues stay. Return whether there is room.
+
+        One point may take the room of all others, so this yields, too.
+        """
         if size_bytes > self._capacity_bytes:
             return False
         if self._used_bytes + size_bytes <= self._capacity_bytes:
@@ -158,8 +171,12 @@ class MiniatureCache:
         self._kept = kept
         if kept != _NONE:
             self._policy.on_not_candidate(kept)
+        evicted = 0
         while self._used_bytes + size_bytes > self._capacity_bytes and (node := self._policy.victim()) is not None:
             self._evict(node)
+            evicted += 1
+            if evicted % _POINTS_AT_ONCE == 0:
+                yield
         self._kept = _NONE
         if kept != _NONE:
             self._offer(kept)

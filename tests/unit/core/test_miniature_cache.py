@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -62,6 +63,13 @@ def test_ends_are_resumed_at_the_last_one_that_is_there() -> None:
     assert served(small.serve(ends(1, 8), 3.0)) == 1
 
 
+def test_what_is_stored_at_each_point_is_there_where_prompts_part() -> None:
+    small = cache(1000)
+    assert served(small.serve(replace(ends(1, 2, 3), at_each=True), 0.0)) == 0
+    assert served(small.serve(replace(ends(1, 2, 9), at_each=True), 1.0)) == 2
+    assert small.used_bytes == 4 * 40
+
+
 def test_the_state_of_an_inner_end_goes_alone_and_is_stored_again() -> None:
     small = cache(110)  # two ends take 40 each, and an inner end without its state 10
     served(small.serve(ends(1), 0.0))
@@ -86,6 +94,24 @@ def test_a_cache_never_holds_more_than_its_capacity(policy: str, kind: type) -> 
         assert 0 <= small.used_bytes <= 400
         assert len(small) <= 40
     assert small.evicted
+
+
+def test_what_an_engine_computed_is_stored_and_is_no_use() -> None:
+    small = cache(40)
+    served(small.serve(chunks(1, 2), 0.0))
+    served(small.serve(chunks(5, 6), 1.0))
+    served(small.serve(chunks(1, 2), 2.0, hit=False))
+    served(small.serve(chunks(7, 8), 3.0))
+    assert served(small.serve(chunks(5, 6), 4.0)) == 2
+    assert served(small.serve(chunks(1, 2), 5.0)) == 0, "it was the one that was used the longest ago"
+
+
+def test_a_point_that_takes_the_room_of_all_others_is_stored_in_steps() -> None:
+    small = cache(1000)
+    served(small.serve(chunks(*range(100)), 0.0))
+    steps = sum(1 for _ in small.serve(Path([1000], [1000], [16]), 1.0))
+    assert steps >= 10
+    assert (small.used_bytes, len(small)) == (1000, 1)
 
 
 def test_a_long_prompt_is_served_in_steps() -> None:

@@ -166,6 +166,15 @@ def test_a_common_beginning_is_no_place_to_resume_at_for_states() -> None:
     assert min(ratios(sketch)[2:]) == pytest.approx(2 / 5)
 
 
+def test_a_common_beginning_is_a_place_to_resume_at_for_windows_once_it_is_known() -> None:
+    """Windows are stored with each chunk. The place where prompts part is known from the second one on."""
+    geometry = Geometry(16, 100, 300, at_branches=True)
+    sketch = WhatIf(1 << 22, "adaptive", Clock(), points_max=1 << 22)
+    for number in range(REQUESTS_MIN):
+        ask(sketch, keys("system", number), geometry)
+    assert min(ratios(sketch)) == pytest.approx((REQUESTS_MIN - 2) / REQUESTS_MIN / 2)
+
+
 def test_a_lower_tier_has_at_least_what_ram_has() -> None:
     alone, below = (WhatIf(100, "adaptive", Clock(), least_bytes=least) for least in (0.0, 50_000.0))
     for sketch in (alone, below):
@@ -203,14 +212,81 @@ def test_work_stops_after_its_time() -> None:
     finish(sketch)
 
 
-def test_what_cannot_keep_up_starts_again_with_a_smaller_sample() -> None:
-    sketch = WhatIf(1 << 20, "adaptive", Clock(), points_max=1 << 20)
-    path = keys(*range(1000))
-    for _ in range(100):
+def overload(sketch: WhatIf) -> None:
+    """Queue more than fits, and let the sketch notice."""
+    path = keys("prompt") * 10_000
+    for _ in range(40):
         ask(sketch, path)
     sketch.work(0.0)
     assert sketch.idle
+
+
+def test_what_cannot_keep_up_starts_again_with_a_smaller_sample() -> None:
+    sketch = WhatIf(1 << 20, "adaptive", Clock(), points_max=1 << 20)
+    overload(sketch)
     assert rates(sketch) == [0.5] * len(FACTORS)
+
+
+def test_prompts_without_a_chunk_fill_the_queue_too() -> None:
+    sketch = WhatIf(1 << 20, "adaptive", Clock(), points_max=1 << 20)
+    for _ in range(20_000):
+        ask(sketch, b"")
+    sketch.work(0.0)
+    assert sketch.idle
+    assert max(rates(sketch)) == 0.5
+
+
+def test_a_sample_never_becomes_nothing() -> None:
+    sketch = WhatIf(1 << 20, "adaptive", Clock(), points_max=1 << 20)
+    for _ in range(100):
+        overload(sketch)
+    assert min(rates(sketch)) > 0
+    for number in range(REQUESTS_MIN):
+        ask(sketch, keys(number))
+    assert ratios(sketch) == []
+
+
+def test_a_quiet_window_gives_a_half_back() -> None:
+    clock = Clock()
+    sketch = WhatIf(1 << 20, "adaptive", clock, points_max=1 << 20)
+    overload(sketch)
+    overload(sketch)
+    for expected in (0.5, 1.0, 1.0):
+        clock.now += WINDOW_SECONDS
+        ask(sketch, keys("one"))
+        finish(sketch)
+        assert rates(sketch) == [expected] * len(FACTORS)
+
+
+def test_a_busy_window_gives_nothing_back() -> None:
+    clock = Clock()
+    sketch = WhatIf(1 << 20, "adaptive", clock, points_max=1 << 20)
+    overload(sketch)
+    for _ in range(10):  # more than an eighth of what fits
+        ask(sketch, keys("prompt") * 10_000)
+    clock.now += WINDOW_SECONDS
+    finish(sketch)
+    assert rates(sketch) == [0.5] * len(FACTORS)
+
+
+def test_the_rate_of_ends_is_chosen_for_whole_prompts() -> None:
+    """An end has the attention of its whole prompt, so a sample of all ends has few points."""
+    sketch = WhatIf(1 << 20, "adaptive", Clock(), points_max=1024)
+    ask(sketch, keys(*range(64)), Geometry(16, 100, 300))
+    finish(sketch)
+    assert rates(sketch) == [1.0] * 5 + [0.5]
+
+
+def test_what_an_engine_generated_is_there_in_the_next_turn() -> None:
+    sketch = WhatIf(1 << 20, "adaptive", Clock(), points_max=1 << 20)
+    for number in range(REQUESTS_MIN):
+        ask(sketch, keys(number))
+        sketch.computed(0, CHUNKS, keys(number, "answer"))
+    assert ratios(sketch) == [0.0] * len(FACTORS), "nobody has looked it up"
+    assert sketch.status().requests == REQUESTS_MIN
+    for number in range(REQUESTS_MIN):
+        ask(sketch, keys(number, "answer", "next"))
+    assert min(ratios(sketch)) == pytest.approx(2 / 4)
 
 
 def test_a_full_sketch_takes_less_than_four_mebibytes() -> None:
