@@ -39,6 +39,7 @@ class WhatIfStatus:
     requests_min: int = 0  # below so many sampled ones there is no ratio
     measured_hit_ratio: float | None = None  # what all tiers offered to the same requests
     points: tuple[CapacityFactor, ...] = ()
+    upper_bound: bool = False  # the tier's write policy keeps less than the estimate takes for granted
 
 
 @dataclass(frozen=True, slots=True)

@@ -1020,12 +1020,15 @@ class WhatIf(google.protobuf.message.Message):
     REQUESTS_MIN_FIELD_NUMBER: builtins.int
     MEASURED_HIT_RATIO_FIELD_NUMBER: builtins.int
     POINTS_FIELD_NUMBER: builtins.int
+    UPPER_BOUND_FIELD_NUMBER: builtins.int
     window_seconds: builtins.float
     requests: builtins.int
     requests_min: builtins.int
     """below so many sampled ones there is no ratio"""
     measured_hit_ratio: builtins.float
     """what all tiers offered to the same requests"""
+    upper_bound: builtins.bool
+    """the tier's write policy keeps less than the estimate takes for granted"""
     @property
     def points(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CapacityFactor]: ...
     def __init__(
@@ -1036,9 +1039,10 @@ class WhatIf(google.protobuf.message.Message):
         requests_min: builtins.int = ...,
         measured_hit_ratio: builtins.float | None = ...,
         points: collections.abc.Iterable[global___CapacityFactor] | None = ...,
+        upper_bound: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_measured_hit_ratio", b"_measured_hit_ratio", "measured_hit_ratio", b"measured_hit_ratio"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_measured_hit_ratio", b"_measured_hit_ratio", "measured_hit_ratio", b"measured_hit_ratio", "points", b"points", "requests", b"requests", "requests_min", b"requests_min", "window_seconds", b"window_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_measured_hit_ratio", b"_measured_hit_ratio", "measured_hit_ratio", b"measured_hit_ratio", "points", b"points", "requests", b"requests", "requests_min", b"requests_min", "upper_bound", b"upper_bound", "window_seconds", b"window_seconds"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_measured_hit_ratio", b"_measured_hit_ratio"]) -> typing.Literal["measured_hit_ratio"] | None: ...
 
 global___WhatIf = WhatIf

@@ -113,7 +113,9 @@ class Assembly:
         self._prefetch = Prefetch(
             tree, ram, self._tiering.promotions, share=config.prefetch_share, seconds=config.lease_deadline_seconds
         )  # fmt: skip
-        self._what_ifs = WhatIfs(ram, tables.layout.data_bytes, tree.disks, config, tables.layout.rows, clock)
+        self._what_ifs = WhatIfs(
+            ram, tables.layout.data_bytes, tree.disks, config, tables.layout.rows, clock, self._guard
+        )  # fmt: skip
         self.records = Records(tree.namespaces, clock, request_over, self._what_ifs.asked)
         sources = {"ram", *(holding.tier.name for holding in tree.tiers)}
         self._token_reports = TokenReports(self.counters, sources)
@@ -243,6 +245,7 @@ class Assembly:
         for namespace in self._tree.namespaces.by_slot.values():
             self._tree.named(namespace)  # as when it came: to its owners, of which there may be others
         self._tiering.configure(tiers)
+        self._what_ifs.configure(config)
 
     # Within
 

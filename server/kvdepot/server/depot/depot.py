@@ -238,6 +238,7 @@ class Depot(Assembly):
             reply = _all_refused(call, REFUSALS[refusal])
         else:
             reply = self._stores.reserve(session, namespace, call)
+            self._what_ifs.reserved(session.engine_id, namespace, call)
         self.records.reserved(session.engine_id, call.request_id, namespace, reply.outcomes)
         namespace.used_at = self._clock()
         return reply
@@ -262,6 +263,7 @@ class Depot(Assembly):
         self._requests.end(session.slot, call.request_id)
         self._prefetch.ended((session.slot, call.request_id))
         self.records.ended(session.engine_id, call.request_id, call.end, next(reversed(session.namespaces), None))
+        self._what_ifs.ended(session.engine_id, call.request_id)
         self._token_reports.count(session, call.tokens, call.end)
 
     def drop_undeclared(self, call: DeclareCall) -> Iterator[None]:

@@ -30,7 +30,8 @@ TIERS: Final = (
     Family(
         "tier_expected_hit_ratio",
         "gauge",
-        "Hit ratio that the tier would have at a factor of its capacity, for the requests of the last hour.",
+        "Hit ratio that the tier would have at a factor of its capacity, for the requests of the last hour."
+        " At most, for a disk that is written at the second use.",
         ("tier", "capacity_factor"),
         tuple(f"{factor:g}" for factor in FACTORS),
         samples=lambda scrape: [

@@ -19,7 +19,18 @@ from typing import Any, Final, Generic, TypeVar, TypeVarTuple
 from kvdepot.core.errors import KvDepotError
 from kvdepot.server.platform.logs import REPEAT_SECONDS, LogThrottle
 
-PLACES: Final = ("tick", "write_queue", "tier", "promotion", "prefetch", "lookup", "answer", "checksums", "task")
+PLACES: Final = (
+    "tick",
+    "write_queue",
+    "tier",
+    "promotion",
+    "prefetch",
+    "lookup",
+    "answer",
+    "checksums",
+    "task",
+    "what_if",
+)
 """Where the daemon calls what may raise, apart from its tiers: labels of `kvdepot_internal_errors_total`."""
 
 _A = TypeVar("_A")

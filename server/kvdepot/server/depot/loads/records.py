@@ -64,7 +64,7 @@ class Records:
         namespaces: Namespaces,
         clock: Callable[[], float],
         over: Callable[[RequestRecord], None] | None = None,
-        asked: Callable[[Namespace, bytes, Lookup], None] | None = None,
+        asked: Callable[[str, str, Namespace, bytes, Lookup], None] | None = None,
     ) -> None:
         """Remember nothing yet. `over` is told of each request that has ended, `asked` of the first lookup of each."""
         self._namespaces = namespaces
@@ -85,7 +85,7 @@ class Records:
             if not record.lookups:
                 self.traces.asked(namespace, keys, lookup.offered_tokens)
                 if self._asked is not None:
-                    self._asked(namespace, keys, lookup)
+                    self._asked(engine_id, request_id, namespace, keys, lookup)
             record.lookups += 1
             record.looked_up_at = self._clock()
             record.lookup = lookup
