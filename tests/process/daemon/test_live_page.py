@@ -60,13 +60,25 @@ def test_long_names_and_large_figures_fit_on_a_phone_and_are_text(browser: Brows
     live["tiers"] = [dict(live["tiers"][0], name=f"{number}" + "n" * 31, state=evil) for number in range(100)]
     live["engines"] = {"attached": 100, "incomplete": 3, "ranks": 800, "ranks_attached": 797}
     points = [
-        {"factor": factor, "capacity_bytes": 10**18, "percent": 10.0 + factor, "full": factor < 8}
+        {
+            "factor": factor,
+            "capacity_bytes": 10**18,
+            "percent": 10.0 + factor,
+            "full": factor < 8,
+            "sampled_requests": 10**9,
+        }
         for factor in (0.25, 0.5, 1, 2, 4, 8)
     ]
-    curve = {"requests": 10**9, "requests_min": 200, "window_seconds": 3600.0, "measured_percent": 42.0}
+    curve = {
+        "requests": 10**9,
+        "requests_min": 200,
+        "window_seconds": 3600.0,
+        "measured_percent": 42.0,
+        "upper_bound": True,
+    }
     live["tiers"][0]["what_if"] = curve | {"points": points}
-    few = [point | {"percent": None} for point in points]
-    live["tiers"][1]["what_if"] = curve | {"requests": 7, "measured_percent": None, "points": few}
+    few = [point | {"percent": None, "sampled_requests": 7} for point in points]
+    live["tiers"][1]["what_if"] = curve | {"upper_bound": False, "measured_percent": None, "points": few}
     live["tiers"][2:] = [tier | {"what_if": None} for tier in live["tiers"][2:]]
     live["last_hour"]["misses"] = {f"reason-{evil}-{number}": 1e15 for number in range(40)}
     request = {
@@ -85,7 +97,8 @@ def test_long_names_and_large_figures_fit_on_a_phone_and_are_text(browser: Brows
     assert browser.value("document.querySelectorAll('#what-if .row').length") == 6
     curves = browser.value("document.getElementById('what-if').innerText")
     assert "1000000000 requests in 60 min; measured, all tiers: 42 %" in curves
-    assert "not enough requests yet (7 of 200)" in curves
+    assert "not enough sampled requests yet (7 of 200)" in curves
+    assert curves.count("(at most)") == 1
     assert curves.count("or more") == 1
     assert "3 without all ranks" in browser.value("document.body.innerText")
     assert browser.complaints == []

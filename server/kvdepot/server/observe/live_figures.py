@@ -144,12 +144,14 @@ def _what_if(found: WhatIfStatus) -> dict[str, Any]:
         "requests_min": found.requests_min,
         "window_seconds": found.window_seconds,
         "measured_percent": None if measured is None else 100 * measured,
+        "upper_bound": found.upper_bound,
         "points": [
             {
                 "factor": point.factor,
                 "capacity_bytes": point.capacity_bytes,
                 "percent": None if point.hit_ratio is None else 100 * point.hit_ratio,
                 "full": point.full,
+                "sampled_requests": point.sampled_requests,
             }
             for point in found.points
         ],

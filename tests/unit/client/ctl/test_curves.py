@@ -29,7 +29,7 @@ def status(*ratios: tuple[float, float | None], measured: float | None = 0.3312)
         replace(tier, what_if=WhatIfStatus(3120.0, 12_403, 500, measured, tuple(
             CapacityFactor(factor, int(factor * tier.capacity_bytes), ratio, factor < 8, 57, 0.125)
             for factor, ratio in ratios
-        )))
+        ), upper_bound=tier is NVME))
         for tier in (RAM, NVME)
     ]  # fmt: skip
     return replace(STATUS, tiers=(*tiers, replace(NVME, name="pool", kind="shared")))
@@ -62,6 +62,11 @@ def test_no_line_is_wider_than_the_terminal_and_80x24_shows_two_tiers(scene: str
 
 def test_a_plain_terminal_gets_ascii() -> None:
     assert all(line.isascii() for line in curve_lines(SCENES["known"], 80, ASCII))
+
+
+def test_a_disk_that_gets_what_is_used_twice_says_that_its_rates_are_bounds() -> None:
+    assert drawn("known", 80).count("at most: this disk") == 1
+    assert "at most" not in drawn("few", 80)
 
 
 def test_without_evidence_there_is_no_number() -> None:

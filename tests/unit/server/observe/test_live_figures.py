@@ -76,11 +76,13 @@ def test_a_busy_day_keeps_no_more_than_an_hour_of_samples() -> None:
 
 
 def test_a_tier_has_its_curve_in_percent_and_none_without_evidence() -> None:
-    points = (CapacityFactor(1.0, 1 << 30, 0.25, True, 300), CapacityFactor(8.0, 8 << 30))
-    ram = replace(RAM, what_if=WhatIfStatus(60.0, 300, 200, 0.5, points))
+    points = (CapacityFactor(1.0, 1 << 30, 0.25, True, 280), CapacityFactor(8.0, 8 << 30))
+    ram = replace(RAM, what_if=WhatIfStatus(60.0, 300, 200, 0.5, points, upper_bound=True))
     first, second = _live(Counters(), Clock(), replace(STATUS, tiers=(ram, NVME))).figures()["tiers"]
     assert second["what_if"] is None
     assert first["what_if"]["measured_percent"] == 50
+    assert first["what_if"]["upper_bound"]
+    assert [one["sampled_requests"] for one in first["what_if"]["points"]] == [280, 0]
     assert [(one["factor"], one["percent"], one["full"]) for one in first["what_if"]["points"]] == [
         (1.0, 25.0, True), (8.0, None, False),
     ]  # fmt: skip
