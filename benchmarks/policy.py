@@ -268,24 +268,29 @@ class Replay:
 def hit_rate(requests: Sequence[Request], geometry: Geometry, name: str, fraction: float) -> float:
     """Share of all blocks asked for that requests resumed behind, under the policy of this name (or `belady`)."""
     capacity_bytes = max(int(fraction * geometry.unique_bytes(requests)), OBJECT_BYTES)
+    return sum(hits_of(requests, geometry, name, capacity_bytes)) / sum(len(request.blocks) for request in requests)
+
+
+def hits_of(requests: Sequence[Request], geometry: Geometry, name: str, capacity_bytes: int) -> list[int]:
+    """Return the blocks that each request resumed after, under the policy of this name (or `belady`)."""
     belady = Belady() if name == BELADY else None
     policy = belady or policy_by_name(name, capacity_bytes // OBJECT_BYTES)
     replay = Replay(geometry, policy, capacity_bytes)
     paths = [geometry.path(request) for request in requests]
     future = (next_resumes if geometry.dense else next_uses)(paths) if belady else []
-    hits = 0
+    hits = []
     for number, request in enumerate(requests):
         replay.now = request.at_seconds
         keys = [blake2b(block.to_bytes(8, "little"), digest_size=16).digest() for block in paths[number]]
         if belady:
             belady.at = number
-        hits += replay.request(keys)
+        hits.append(replay.request(keys))
         if belady and keys:
             nodes = replay.tree.index.find_many(0, b"".join(keys)).tolist()
             for node, use in zip(nodes, future[number], strict=True):
                 if node != NONE:
                     belady.expect(node, use)
-    return hits / sum(len(request.blocks) for request in requests)
+    return hits
 
 
 def objects_hit_rate(requests: Sequence[Request], geometry: Geometry, fraction: float) -> float:

@@ -10,7 +10,7 @@ from statistics import mean
 
 import pytest
 
-from benchmarks import policy, workload_policies
+from benchmarks import policy, workload_changes, workload_policies
 from benchmarks.workloads import __main__ as command
 from benchmarks.workloads.families import (
     AGENT_STEPS,
@@ -141,3 +141,40 @@ def test_the_table_has_a_row_for_each_family_geometry_and_capacity(tmp_path: Pat
         (family, geometry.name, 0.2) for family in ("chat", "tenants") for geometry in policy.GEOMETRIES
     ]
     assert all(0 <= row["gdsf"] <= 1 and 0 <= row["lru"] <= 1 for row in rows)
+
+
+def test_after_a_change_come_as_many_requests_of_the_other_family_and_they_count() -> None:
+    marked = workload_changes.changed(("chat", "tenants"), 3, 40)
+    assert [counts for counts, _ in marked] == [False] * 40 + [True] * 40
+    times = [request.at_seconds for _, request in marked]
+    assert times == sorted(times)
+    before, after = ({block for _, request in part for block in request.blocks} for part in (marked[:40], marked[40:]))
+    assert not before & after
+
+
+@pytest.mark.parametrize("geometry", policy.GEOMETRIES, ids=lambda geometry: geometry.name)
+def test_a_scan_has_ten_times_the_capacity_and_comes_once(geometry: policy.Geometry) -> None:
+    family = workload_changes.family_of("chat", 3, 80, Blocks())
+    capacity_bytes = geometry.unique_bytes(family) // 10
+    marked = workload_changes.scanned(family, geometry, capacity_bytes, 3)
+    assert [request for counts, request in marked if counts] == family
+    scan = [request for counts, request in marked if not counts]
+    assert 10 <= geometry.unique_bytes(scan) / capacity_bytes < 11
+    uses = Counter(block for request in scan for block in request.blocks)
+    assert max(uses.values()) == 1
+    assert not set(uses) & {block for request in family for block in request.blocks}
+    assert family[20].at_seconds < scan[0].at_seconds < scan[-1].at_seconds < family[60].at_seconds
+
+
+def test_tables_of_a_change_and_of_a_scan_compare_all_policies(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    small = ["--requests", "30", "--fractions", "0.3", "--json", str(path)]
+    workload_changes.main(["change", "--pairs", "chat:tenants", *small])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["geometry"] for row in rows] == [geometry.name for geometry in policy.GEOMETRIES]
+    assert all(
+        row["over_best"] == pytest.approx(row["adaptive"] / max(row["gdsf"], row["lru"]), abs=2e-3) for row in rows
+    )
+    workload_changes.main(["scan", "--families", "tenants", *small])
+    rows = json.loads(path.read_text())["rows"]
+    assert all(-1 <= row[f"{name}_cost"] <= 1 for row in rows for name in ("adaptive", "gdsf", "lru"))
