@@ -41,7 +41,7 @@ _REQUEST_BYTES: Final = 256
 """What a request counts in the queue, in addition to its keys."""
 _RATE_MIN: Final = 2.0**-24
 """Of a sample: 1,024 points are then 17 thousand million chunks."""
-_END_CHUNKS: Final = 16
+_END_CHUNKS: Final = 4
 """That the end of a prompt has at least, where a rate is chosen: the first prompt may be unusually short."""
 _MARKS_AT_ONCE: Final = 2048
 """That are looked for among ends between two yields."""
