@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import struct
@@ -273,6 +274,50 @@ def test_frames_that_no_reader_sends_end_their_connection_and_nothing_else(tmp_p
             await asyncio.to_thread(send)
             assert one.counters.get("peer_servers.crashed") == 0
             assert one.counters.get("io_failed_callbacks") + one.counters.get("internal_errors") == 0
+
+    run(test)
+
+
+@pytest.mark.requirement("N3")
+def test_connections_leave_no_descriptor_and_no_thread_however_they_end(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with live(tmp_path) as one:
+            stranger = one.authority.issue("stranger", "URI:spiffe://fleet/engine")
+            of_server = Path(f"/proc/{one.source.pid}")
+
+            def used() -> tuple[int, int]:
+                return len(list((of_server / "fd").iterdir())), len(list((of_server / "task").iterdir()))
+
+            def connect(number: int) -> None:
+                address = one.source.addresses[0]
+                with contextlib.suppress(OSError):
+                    match number % 5:
+                        case 0:
+                            socket.create_connection(address).close()
+                        case 1:
+                            with socket.create_connection(address) as raw:
+                                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
+                        case 2:
+                            with connected(one) as connection:
+                                connection.sendall(MALFORMED["random"])
+                        case 3:
+                            with connected(one, stranger) as connection:
+                                connection.sendall(NOTHING)
+                        case _:
+                            with connected(one) as connection:
+                                connection.sendall(FROM_READER.pack(Pull(one.name(0))))
+                                connection.recv(1000)
+
+            def many() -> None:
+                wait_until(lambda: _has_place(one), "it serves")
+                before = used()  # perhaps with the thread of that one
+                for number in range(60):
+                    connect(number)
+                wait_until(lambda: all(map(int.__le__, used(), before)), lambda: f"{used()} is no more than {before}")
+
+            await asyncio.to_thread(many)
+            await one.none_lent()
+            assert one.counters.get("peer_servers.started") == 1
 
     run(test)
 

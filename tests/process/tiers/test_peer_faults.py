@@ -13,12 +13,14 @@ import pytest
 from tests.fakes.faulty_proxy import FaultyProxy
 from tests.fakes.lying_source import OF_LOOKUPS, OF_PULLS, LyingSource
 from tests.rigs.child_processes import children
+from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.peer_fleet import Fleet, located, payloads, port_of, served_again, stored, tier_of
 from tests.rigs.raw_client import RawEngine, dense_spec, keys_of, payload_of, status_of
 
-DAMAGING = {"first bit", "bit in the middle", "last bit", "sum", "exchanged", "longer", "shorter"}
-"""Lies about the bytes. The others are failures of the connection."""
+OF_BYTES = {"first bit", "bit in the middle", "last bit", "sum", "exchanged"}
+OF_LENGTH = {"longer", "shorter"}
+"""The other lies are failures of the connection."""
 
 
 @pytest.fixture
@@ -33,48 +35,74 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 # Sources that lie
 
 
+class Liar:
+    """A source that lies, a daemon that reads from it, and an engine of that daemon."""
+
+    def __init__(self, source: LyingSource, reader: DaemonProcess, engine: RawEngine) -> None:
+        self.source = source
+        self.reader = reader
+        self.engine = engine
+        self.own = keys_of("own", 3)
+        engine.store(self.own)
+
+    def crashed(self) -> float:
+        return self.engine.counter("io_workers.peer-0/crashed")
+
+    def tells_the_truth(self) -> None:
+        self.source.pulls = self.source.lookups = None
+        self.source.lied = 0
+        wait_until(lambda: tier_of(self.reader).breaker == "closed", "the breaker is closed")
+
+
+@pytest.fixture(scope="module")
+def liar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liar]:
+    """For all lies: each test has its own objects, and leaves the tier enabled."""
+    fleet = Fleet(tmp_path_factory.mktemp("liar"))
+    try:
+        with LyingSource(fleet.files, fleet.authority.pem, payload_of) as source:
+            reader = fleet.reader(source.port, deadline="2s")
+            with RawEngine(reader.socket) as engine:
+                yield Liar(source, reader, engine)
+    finally:
+        fleet.close()
+
+
 @pytest.mark.requirement("N2")
 @pytest.mark.parametrize("lie", OF_PULLS)
-def test_what_a_source_sends_instead_of_an_object_is_a_miss_and_never_served(fleet: Fleet, lie: str) -> None:
-    keys, own, good = keys_of("lie", 3), keys_of("own", 3), keys_of("good", 3)
-    with LyingSource(fleet.files, fleet.authority.pem, payload_of) as source:
-        source.keys.update(keys, good)
-        reader = fleet.reader(source.port, deadline="2s")
-        with RawEngine(reader.socket) as engine:
-            engine.store(own)
-            located(engine, keys)
-            source.pulls = OF_PULLS[lie]
-            assert engine.load(keys) is None
-            assert source.lied > 0
-            assert engine.load(own) == payloads(own)
-            damaged = {"longer": "length", "shorter": "length"}.get(lie, "corrupt")
-            if lie in DAMAGING:
-                assert engine.counter(f"tier_damaged_objects.peer-0/{damaged}") >= 1
-            assert engine.counter("io_workers.peer-0/crashed") == 0
-            source.pulls = None
-            wait_until(lambda: tier_of(reader).breaker == "closed", "the breaker is closed")
-            assert served_again(engine, good) == payloads(good)
-            assert served_again(engine, keys) == payloads(keys)
-        assert status_of(reader.socket).tiers[0].lent_bytes == 0
+def test_what_a_source_sends_instead_of_an_object_is_a_miss_and_never_served(liar: Liar, lie: str) -> None:
+    source, engine, prompt = liar.source, liar.engine, f"pull{list(OF_PULLS).index(lie)}"
+    keys, good = keys_of(prompt, 3), keys_of(f"{prompt}g", 3)
+    source.keys.update(keys, good)
+    liar.tells_the_truth()
+    located(engine, keys)
+    damaged = f"tier_damaged_objects.peer-0/{'length' if lie in OF_LENGTH else 'corrupt'}"
+    before = engine.counter(damaged), liar.crashed()
+    source.pulls = OF_PULLS[lie]
+    assert engine.load(keys) is None
+    assert source.lied > 0
+    assert engine.load(liar.own) == payloads(liar.own)
+    assert (engine.counter(damaged) > before[0]) == (lie in OF_BYTES | OF_LENGTH)
+    liar.tells_the_truth()
+    assert served_again(engine, good) == payloads(good)
+    assert served_again(engine, keys) == payloads(keys)
+    assert liar.crashed() == before[1]
+    wait_until(lambda: status_of(liar.reader.socket).tiers[0].lent_bytes == 0, "all extents were given back")
 
 
 @pytest.mark.requirement("N3")
 @pytest.mark.parametrize("lie", OF_LOOKUPS)
-def test_what_a_source_says_instead_of_lengths_is_a_miss_and_kills_no_worker(fleet: Fleet, lie: str) -> None:
-    keys, own = keys_of("lie", 3), keys_of("own", 3)
-    with LyingSource(fleet.files, fleet.authority.pem, payload_of) as source:
-        source.keys.update(keys)
-        reader = fleet.reader(source.port, deadline="2s")
-        with RawEngine(reader.socket) as engine:
-            engine.store(own)
-            source.lookups = OF_LOOKUPS[lie]
-            wait_until(lambda: not engine.locate(keys) and source.lied, "it was asked")
-            assert engine.load(own) == payloads(own)
-            assert engine.load(keys) is None
-            assert engine.counter("io_workers.peer-0/crashed") == 0
-            source.lookups = None
-            wait_until(lambda: tier_of(reader).breaker == "closed", "the breaker is closed")
-            assert served_again(engine, keys) == payloads(keys)
+def test_what_a_source_says_instead_of_lengths_is_a_miss_and_kills_no_worker(liar: Liar, lie: str) -> None:
+    source, engine, keys = liar.source, liar.engine, keys_of(f"look{list(OF_LOOKUPS).index(lie)}", 3)
+    source.keys.update(keys)
+    liar.tells_the_truth()
+    crashed = liar.crashed()
+    source.lookups = OF_LOOKUPS[lie]
+    wait_until(lambda: not engine.locate(keys) and source.lied, "it was asked")
+    assert engine.load(liar.own) == payloads(liar.own)
+    assert engine.load(keys) is None
+    liar.tells_the_truth()
+    assert served_again(engine, keys) == payloads(keys)
+    assert liar.crashed() == crashed
 
 
 # Sources that are stopped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -30,6 +31,8 @@ class Peers:
 
 
 NO_PEERS: Final = Peers()
+_NAMES_BYTES_MAX: Final = 96 << 10
+"""Of all peers, as JSON. A worker gets those of its peer in one argument, which Linux limits to 128 KiB."""
 
 
 def resolve_peers(file: str, tables: Tables) -> Peers:
@@ -62,6 +65,11 @@ def peers_key(tables: Tables) -> str:
 def check_peers(file: str, tables: Tables) -> None:
     """Raise ConfigError for a peer tier, or an address for peers, that nobody can use."""
     tenants = {tenant.name for tenant in tables.tenant}
+    if (names_bytes := len(json.dumps(tables.tls.allow_peers))) > _NAMES_BYTES_MAX:
+        raise ConfigError(
+            file, "tls.allow_peers", f"has {names_bytes} bytes; expected at most {_NAMES_BYTES_MAX}",
+            advice="give the daemons of one fleet, or of one tenant, one name",
+        )  # fmt: skip
     for tier in tables.tier:
         if tier.kind != PEER_KIND:
             continue

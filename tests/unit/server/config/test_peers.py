@@ -11,6 +11,7 @@ from kvdepot.server.config.peers import Peers
 
 TLS = {"cert": "/c", "key": "/k", "client_ca": "/ca", "allow_peers": ["DNS:Node-B", "URI:x"]}
 TIER = {"name": "b", "kind": "peer", "url": "tcp://node-b:7448", "capacity": "64MiB"}
+MANY = [f"URI:spiffe://fleet/{number:0>{181}}" for number in range(1024)]
 TENANTS = [{"name": "a", "users": ["1"], "peers": ["DNS:node-b"]}, {"name": "c", "users": ["2"], "peers": ["URI:x"]}]
 
 
@@ -52,6 +53,7 @@ def test_a_source_and_a_reader_are_told_by_address_and_names() -> None:
             "nobody could call",
         ),
         ({"tier": [TIER], "tls": TLS | {"allow_peers": ["node-b"]}}, "expected DNS:host or URI:uri"),
+        ({"tier": [TIER], "tls": TLS | {"allow_peers": MANY}}, "tls.allow_peers: has 208896 bytes"),
         ({"tier": [TIER], "tls": TLS | {"allow_peers": ["DNS:*.fleet"]}}, "got the pattern"),
         ({"daemon": LISTENING | {"listen_peers": "unix:///x"}}, "expected tcp://host:port"),
         ({"tier": [TIER | {"url": "s3://bucket"}]}, 'kind = "peer" needs url = "tcp://host:port"'),
