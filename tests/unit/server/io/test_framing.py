@@ -16,7 +16,7 @@ from kvdepot.core.bounds import AtMost, Count
 from kvdepot.core.elements import ElementRun
 from kvdepot.core.object_keys import KeyRing
 from kvdepot.core.objectfile import Codec, ObjectName
-from kvdepot.server.io import checksum_wire
+from kvdepot.server.io import checksum_wire, peer_wire
 from kvdepot.server.io.checksum_wire import Compare, Compared, Sum, Summed
 from kvdepot.server.io.framing import HEAD, FrameError, Framing, Signed
 from kvdepot.server.io.jobs import (
@@ -101,12 +101,14 @@ answers = st.builds(
     st.lists(st.integers(UNKNOWN, 1 << 62), max_size=5).map(tuple),
 )
 NAME = ObjectName(bytes(16), bytes(16), bytes(16), 1, 256, 4096)
-
-
 places = st.lists(st.tuples(u64, u64, u64), max_size=4).map(tuple)
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 run = st.builds(ElementRun, st.sampled_from(["", "int8"]), st.integers(0, 1 << 20), st.integers(0, 99))
 runs = st.lists(run, max_size=3)
+several = st.lists(texts, max_size=3).map(tuple)
+wanted = st.lists(st.builds(peer_wire.Wanted, sixteen, sixteen, st.integers(0, 255)), max_size=3).map(tuple)
+located = st.builds(peer_wire.Located, st.lists(st.integers(-1, 64 << 30), max_size=3).map(tuple))
+refused = st.builds(peer_wire.Refused, st.sampled_from(peer_wire.Refusal))
 FRAMINGS: list[tuple[Framing[Any], st.SearchStrategy[Any]]] = [
     (JOBS, jobs),
     (ANSWERS, answers),
@@ -139,6 +141,15 @@ FRAMINGS: list[tuple[Framing[Any], st.SearchStrategy[Any]]] = [
             st.none() | st.floats(0, 1e6), u64,
         ),
     ),
+    (peer_wire.FROM_READER, st.builds(peer_wire.Locate, wanted) | st.builds(peer_wire.Pull, names)),
+    (peer_wire.TO_READER, located | refused | st.builds(peer_wire.Leased, st.integers(1, 64 << 30), sums, u64)),
+    (
+        peer_wire.TO_DAEMON,
+        st.builds(peer_wire.AskLocate, several, wanted) | st.builds(peer_wire.AskPull, several, names)
+        | st.builds(peer_wire.Ended, u64, st.sampled_from(peer_wire.Sent), u64)
+        | st.builds(peer_wire.Unconnected, st.just("limit"), u64),
+    ),
+    (peer_wire.FROM_DAEMON, located | refused | st.builds(peer_wire.Granted, u64, sums, u64, st.just(0.5), extents)),
 ]  # fmt: skip
 framed = st.sampled_from(FRAMINGS).flatmap(lambda pair: st.tuples(st.just(pair[0]), pair[1]))
 
