@@ -15,6 +15,7 @@ from urllib.error import HTTPError
 import click
 import grpc
 import pytest
+import yaml
 from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
@@ -77,6 +78,23 @@ def test_loads_off_and_on_for_one_namespace(daemon: DaemonProcess, engine: RawEn
     assert f"loads are on for namespace {name[:12]}" in answered(daemon, "loads", "on", name[:8])
     assert engine.locate(KEYS) > 0
     assert answered(daemon, "health").startswith("HEALTH_OK")
+
+
+@pytest.mark.requirement("P10")
+def test_programs_choose_json_or_yaml_and_people_a_wide_table(daemon: DaemonProcess, engine: RawEngine) -> None:
+    for verb in (("quota", "list"), ("config", "show")):
+        as_json = json.loads(answered(daemon, *verb, "-o", "json"))
+        assert json.loads(answered(daemon, *verb, "--json")) == as_json
+        assert yaml.safe_load(answered(daemon, *verb, "-o", "yaml")) == as_json
+        assert answered(daemon, *verb, "-o", "table") == answered(daemon, *verb)
+    documents = list(yaml.safe_load_all(answered(daemon, "verify", "-o", "yaml")))
+    assert documents[-1]["tiers"][0]["finished"]
+    namespace = engine.namespace.hex()
+    listed = yaml.safe_load(answered(daemon, "ls", "-o", "yaml"))["namespaces"]
+    assert namespace in [one["namespace_id"] for one in listed]
+    assert namespace[:12] in answered(daemon, "status", "-o", "wide")
+    refused = kvdepotctl(daemon, "ls", "-o", "wide")
+    assert (refused.returncode, "'table', 'json', 'yaml'" in refused.stderr) == (2, True), refused.stderr
 
 
 @pytest.mark.requirement("I1e")

@@ -1,4 +1,4 @@
-"""What `--json` prints of a value of `kvdepot.core`: the same fields by the same names.
+"""What `-o json` and `-o yaml` print of a value of `kvdepot.core`: the same fields by the same names.
 
 Bytes become hexadecimal digits, and null where there are none. An enumeration becomes its name. The kinds of a chunk's
 objects become a list of names. Ids of 64 bits become 16 hexadecimal digits, because JSON readers round large numbers;
@@ -14,11 +14,13 @@ from enum import Enum, StrEnum
 from functools import cache
 from typing import Any, Final, get_args, get_type_hints
 
+import click
 from kvdepot.client.ctl.texts import say
 from kvdepot.core.bounds import ChunkKinds
 from kvdepot.core.kinds import Kind
 
 _IDS: Final = frozenset({"arena_id", "lease_id"})
+_YAML: Final = "kvdepot.yaml"  # in the context of a command
 
 
 def to_json(value: Any) -> Any:
@@ -35,8 +37,30 @@ def to_json(value: Any) -> Any:
     return _name(value) if isinstance(value, Enum) else value
 
 
-def echo_json(value: Any) -> None:
-    say(json.dumps(to_json(value), indent=2))
+def choose_yaml() -> None:
+    """Have the command at hand print YAML instead of JSON."""
+    click.get_current_context().meta[_YAML] = True
+
+
+def echo_record(value: Any) -> None:
+    """Print the one record that a command has for programs."""
+    say(_yaml(value) if _chose_yaml() else json.dumps(to_json(value), indent=2))
+
+
+def echo_next(value: Any) -> None:
+    """Print one of several records: a line of JSON, or a document of YAML."""
+    say(f"---\n{_yaml(value)}" if _chose_yaml() else json.dumps(to_json(value)))
+
+
+def _chose_yaml() -> bool:
+    return _YAML in click.get_current_context().meta
+
+
+def _yaml(value: Any) -> str:
+    import yaml  # one command in a thousand
+
+    text: str = yaml.safe_dump(to_json(value), sort_keys=False)
+    return text.removesuffix("\n")
 
 
 def kind_names(kinds: bytes) -> list[str]:

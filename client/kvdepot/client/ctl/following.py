@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from kvdepot.client.ctl.as_json import to_json
+from kvdepot.client.ctl.as_json import echo_next
 from kvdepot.client.ctl.exporting import ExportProgress
 from kvdepot.client.ctl.importing import ImportProgress
-from kvdepot.client.ctl.texts import escape, say
+from kvdepot.client.ctl.texts import escape
 from kvdepot.core.control import PrefetchReply, VerifyReply
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -56,7 +55,7 @@ def follow(
         with closing(replies), shown if console.is_terminal and not as_json else nullcontext():
             for reply in replies:
                 if as_json:
-                    say(json.dumps(to_json(reply)))
+                    echo_next(reply)
                     continue
                 for bar in bars(reply):
                     if bar.name not in tasks:

@@ -49,11 +49,15 @@ def test_a_section_has_usage_example_options_and_exit_codes(verb: str) -> None:
 def test_a_section_names_the_options_of_its_verb_and_no_others(verb: str) -> None:
     known = {name for option in VERBS[verb].params for name in option.opts if name.startswith("--")}
     options = SECTIONS[verb].split("**Options:**")[1].split("\n\n")[0]
-    assert known <= set(re.findall(r"--[a-z-]+", options))
+    assert known - {"--output"} <= set(re.findall(r"--[a-z-]+", options))
+    assert bool(re.search(r"`-o`,\s+`--json`", options)) == (known >= OUTPUT)
     usage = SECTIONS[verb].split("**Usage:**")[1].split("\n- **")[0]
-    assert set(re.findall(r"--[a-z-]+", usage)) == (REPLAY if verb == "kvdepotctl trace replay" else known)
+    assert set(re.findall(r"--[a-z-]+", usage)) == (REPLAY if verb == "kvdepotctl trace replay" else known - OUTPUT)
+    assert ("[-o FORM]" in usage) == (known >= OUTPUT)
 
 
+OUTPUT = {"--output", "--json"}
+"""The page's head says what is common to all."""
 REPLAY = {"--ram", "--eviction", "--checkpoints", "--json"}
 """Options of `kvdepotd replay`, to which the verb passes all that it gets."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path, PurePosixPath
 
 import click
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.texts import say
 from kvdepot.core.assets import ASSETS, BY_NAME, Asset, contents, located
@@ -24,7 +24,7 @@ def assets() -> None:
 def list_(as_json: bool) -> int:
     """List the files that the package brings."""
     if as_json:
-        say(json.dumps([{"name": one.name, "path": one.path, "about": one.about} for one in ASSETS], indent=2))
+        echo_record([{"name": one.name, "path": one.path, "about": one.about} for one in ASSETS])
         return 0
     widths = [max(map(len, column)) for column in zip(*((one.name, one.path) for one in ASSETS), strict=True)]
     for one in ASSETS:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 from kvdepot.client.bulk import BulkEngine
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.benching import Bench, Measured, bench_shape, bench_spec, size_bytes
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.bench_engine import engine
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.printer import new_table
-from kvdepot.client.ctl.texts import escape, say
+from kvdepot.client.ctl.texts import escape
 from kvdepot.core.errors import NotFound
 from kvdepot.core.hit_rate import HitRate
 from kvdepot.core.units import parse_size_bytes, size_text
@@ -75,7 +75,7 @@ def bench(
     per_token = object_bytes / chunk_tokens
     if as_json:
         record = {"shape_of": shape.label, "object_bytes": object_bytes, "chunk_tokens": chunk_tokens}
-        say(json.dumps(record | {"prefill": prefill} | _record(found, total, per_token, prefill), indent=2))
+        echo_record(record | {"prefill": prefill} | _record(found, total, per_token, prefill))
     else:
         rate = f", {prefill:,.0f} tokens/s of prefill" if prefill else "; no engine has told its prefill rate yet"
         console.print(

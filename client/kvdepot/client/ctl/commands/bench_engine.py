@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.engine_bench.measuring import Found, Measuring, fillers, percent
@@ -19,7 +19,7 @@ from kvdepot.client.ctl.engine_bench.page import page
 from kvdepot.client.ctl.engine_bench.server import EngineBenchError, EngineServer
 from kvdepot.client.ctl.engine_bench.workloads import WORKLOADS, items
 from kvdepot.client.ctl.printer import new_table
-from kvdepot.client.ctl.texts import escape, say
+from kvdepot.client.ctl.texts import escape
 from kvdepot.core.errors import InvalidArgument
 from rich.console import Console
 
@@ -86,7 +86,7 @@ def engine(
     if html_file is not None:
         html_file.write_text(page(found, title=f"kvdepot for {model}", facts=facts))
     if as_json:
-        say(json.dumps(_record(found, facts), indent=2))
+        echo_record(_record(found, facts))
     else:
         console = Console()
         head = f"{facts['model']}, {facts['workload']}, {facts['tokens']} tokens"

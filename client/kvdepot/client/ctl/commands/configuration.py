@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from kvdepot.client.ctl.as_json import echo_json
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.texts import say
@@ -29,7 +29,7 @@ def reload(connection: tuple[Endpoint, float], as_json: bool) -> int:
     with connect(*connection) as operator:
         reply = operator.reload()
     if as_json:
-        echo_json(reply)
+        echo_record(reply)
         return 0
     for change in reply.changes:
         say(_line(change))
@@ -54,7 +54,7 @@ def show(connection: tuple[Endpoint, float], as_json: bool) -> int:
     with connect(*connection) as operator:
         reply = operator.configuration()
     if as_json:
-        echo_json(reply)
+        echo_record(reply)
         return 0
     say(f"# {reply.file}")
     for key, value in sorted(reply.values.items()):
@@ -73,7 +73,7 @@ def diff(connection: tuple[Endpoint, float], as_json: bool) -> int:
     with connect(*connection) as operator:
         reply = operator.reload(dry_run=True)
     if as_json:
-        echo_json(reply)
+        echo_record(reply)
     else:
         for change in reply.changes:
             say(_line(change) + ("" if change.live else " (needs a restart)"))

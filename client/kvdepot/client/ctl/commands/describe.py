@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from kvdepot.client.ctl.as_json import echo_json
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
@@ -54,7 +54,7 @@ def _namespace(operator: Operator, namespace_id: bytes, *, as_json: bool) -> Non
     found = operator.describe_namespace(namespace_id)
     pins = [one for one in operator.status().pins if one.namespace_id == namespace_id]
     if as_json:
-        echo_json(namespace_description_record(found, pins))
+        echo_record(namespace_description_record(found, pins))
     else:
         print_namespace_description(found, pins, Console())
 
@@ -62,7 +62,7 @@ def _namespace(operator: Operator, namespace_id: bytes, *, as_json: bool) -> Non
 def _chunk(operator: Operator, namespace_id: bytes, key: bytes, *, as_json: bool) -> None:
     found = operator.describe_chunk(namespace_id, key)
     if as_json:
-        echo_json(chunk_description_record(namespace_id, found))
+        echo_record(chunk_description_record(namespace_id, found))
     else:
         print_chunk_description(namespace_id, found, Console())
 
@@ -73,7 +73,7 @@ def _differences(operator: Operator, one: bytes, other: bytes, *, as_json: bool)
     if as_json:
         differences = [{"field": path, "first": ours.get(path), "second": theirs.get(path)} for path in paths]
         record = {"first": one.hex(), "second": other.hex(), "differences": differences}
-        echo_json(record)
+        echo_record(record)
         return
     for path in paths:
         say(f"{path}: {ours.get(path, '(absent)')} != {theirs.get(path, '(absent)')}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 import click
 from click.core import ParameterSource
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.doctor.daemon import ask
 from kvdepot.client.ctl.doctor.engine_flags import check_flags
@@ -17,7 +17,7 @@ from kvdepot.client.ctl.doctor.examination import examine
 from kvdepot.client.ctl.doctor.findings import Outcome
 from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.settings import config_file, read_settings
-from kvdepot.client.ctl.texts import escape, say
+from kvdepot.client.ctl.texts import escape
 from kvdepot.client.endpoint import Endpoint
 from rich.console import Console
 from rich.table import Table
@@ -59,7 +59,7 @@ def doctor(context: click.Context, file: str | None, read_only: bool, engine: st
         daemon = ask(endpoint, timeout_seconds, attaching=not read_only)
         findings = [first, *examine(host, settings, daemon, timeout_seconds=timeout_seconds, writing=not read_only)]
     if as_json:
-        say(json.dumps(_record(endpoint, settings, findings), indent=2))
+        echo_record(_record(endpoint, settings, findings))
     else:
         _print(findings, Console())
     return EXIT_FAILED if any(one.outcome is Outcome.FAIL for one in findings) else EXIT_OK

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from threading import Event
 from typing import TYPE_CHECKING, Final
 
 import click
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.texts import say
@@ -47,7 +47,7 @@ def drain(connection: tuple[Endpoint, float], wait: float, as_json: bool) -> int
                 break
             pause.wait(_STEP_SECONDS)
     if as_json:
-        say(json.dumps({"draining": True, "leases": leases, "queued_objects": objects}, indent=2))
+        echo_record({"draining": True, "leases": leases, "queued_objects": objects})
     elif leases + objects:
         say(f"draining: {leases} leases in progress, {objects} objects wait to be written")
     else:
@@ -62,7 +62,10 @@ def resume(connection: tuple[Endpoint, float], as_json: bool) -> int:
     """Grant leases again after a drain."""
     with connect(*connection) as operator:
         leases = operator.drain(draining=False)
-    say(json.dumps({"draining": False, "leases": leases}, indent=2) if as_json else "resumed")
+    if as_json:
+        echo_record({"draining": False, "leases": leases})
+    else:
+        say("resumed")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from kvdepot.client.ctl.as_json import echo_json, to_json
+from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import confirm, json_option
 from kvdepot.client.ctl.completing import Name
@@ -52,7 +52,7 @@ def bump(connection: tuple[Endpoint, float], namespace: str, to: int | None, yes
         reply = operator.bump(BumpCall(namespace_id, all=not namespace_id, to=to or 0))
     if as_json:
         record = to_json(reply)
-        echo_json(record.pop("epochs") | record)
+        echo_record(record.pop("epochs") | record)
         return 0
     _print(reply, whose, all_of_them=not namespace_id)
     return 0

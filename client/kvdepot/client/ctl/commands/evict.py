@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from kvdepot.client.ctl.as_json import echo_json, to_json
+from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import confirm, json_option
 from kvdepot.client.ctl.completing import Name
@@ -36,7 +36,7 @@ def evict(connection: tuple[Endpoint, float], name: str, yes: bool, as_json: boo
             confirm(f"delete all objects of namespace {shown}?")
         reply = operator.evict(namespace_id, key)
     if as_json:
-        echo_json({"namespace_id": namespace_id, "key": key} | to_json(reply))
+        echo_record({"namespace_id": namespace_id, "key": key} | to_json(reply))
         return 0
     say(f"evicted {shown}: {reply.chunks}{' or more' if reply.more else ''} chunks")
     if reply.unchanged_tiers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from kvdepot.client.ctl.as_json import echo_json, to_json
+from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.explaining import record_lines, table_lines
@@ -33,7 +33,7 @@ def explain(connection: tuple[Endpoint, float], request_id: str, as_json: bool) 
     with connect(*connection) as operator:
         records = operator.explain(request_id)
     if as_json:
-        echo_json([_to_json(record) for record in records])
+        echo_record([_to_json(record) for record in records])
     else:
         columns = Console().width
         say("\n\n".join("\n".join(record_lines(record, columns)) for record in records))
@@ -55,7 +55,7 @@ def requests(connection: tuple[Endpoint, float], misses: bool, last: int, as_jso
     with connect(*connection) as operator:
         records = operator.requests(last, misses=misses)
     if as_json:
-        echo_json([_to_json(record) for record in records])
+        echo_record([_to_json(record) for record in records])
     elif records:
         say("\n".join(table_lines(records, Console().width)))
     else:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
-from kvdepot.client.ctl.as_json import echo_json
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
@@ -63,7 +63,7 @@ def _cursor_errors() -> Iterator[None]:
 def _namespaces(operator: Operator, limit: int, cursor: str, tenant: str | None, *, as_json: bool) -> None:
     page = operator.namespaces("", limit, cursor, tenant)
     if as_json:
-        echo_json({"namespaces": page.namespaces, "next_cursor": page.next_page_token})
+        echo_record({"namespaces": page.namespaces, "next_cursor": page.next_page_token})
     else:
         print_namespaces(page, Console())
 
@@ -73,6 +73,6 @@ def _chunks(operator: Operator, name: str, limit: int, cursor: str, *, as_json: 
     namespace_id = operator.find_namespace(namespace)
     page = operator.chunks(namespace_id, prefix.lower(), limit, cursor)
     if as_json:
-        echo_json(chunk_page_record(namespace_id, page))
+        echo_record(chunk_page_record(namespace_id, page))
     else:
         print_chunks(namespace_id, page, Console())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
+from kvdepot.client.ctl.as_json import choose_yaml
 from kvdepot.client.ctl.completing import Key, Name
 from kvdepot.client.ctl.texts import say
 from kvdepot.core.errors import InvalidArgument
@@ -30,9 +32,37 @@ class RateType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         return rate or self.fail("expected a rate above 0, for example 256MiB/s", param, ctx)
 
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, times in seconds, ids in hexadecimal."
-)
+TABLE: Final = "table"
+"""What people read, which is not always a table."""
+_JSON, _YAML = "json", "yaml"
+
+
+def output_option(*tables: str) -> Callable[[FC], FC]:
+    """Give a command the option `-o`, and `--json`. `tables`: further forms for people, which it takes as `output`.
+
+    The command takes `as_json`: whether to print for programs. `as_json.echo_record` knows in which format.
+    """
+
+    def decorate(command: FC) -> FC:
+        @click.option(
+            "-o", "--output", type=click.Choice([TABLE, *tables, _JSON, _YAML]), default=TABLE,
+            help="Form of the output. For programs: sizes in bytes, times in seconds, ids in hexadecimal.",
+        )  # fmt: skip
+        @click.option("--json", "json", is_flag=True, help="The same as -o json.")
+        @wraps(command)
+        def chosen(*arguments: Any, output: str, json: bool, **options: Any) -> Any:
+            if output == _YAML and not json:
+                choose_yaml()
+            if tables:
+                options["output"] = output
+            return command(*arguments, as_json=json or output in (_JSON, _YAML), **options)
+
+        return cast(FC, chosen)
+
+    return decorate
+
+
+json_option = output_option()
 chunk_option = click.option(
     "--chunk", metavar="KEY", type=Key(), default="", help="One chunk of the namespace; its key may be shortened."
 )

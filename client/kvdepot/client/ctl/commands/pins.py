@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from kvdepot.client.ctl.as_json import echo_json, to_json
+from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
@@ -38,7 +38,7 @@ def pin(connection: tuple[Endpoint, float], name: str, ttl: str, as_json: bool) 
         reply = operator.pin(PinCall(namespace_id, key, seconds))
     found = reply.pin
     if as_json:
-        echo_json(to_json(found) | {"not_persisted": reply.not_persisted})
+        echo_record(to_json(found) | {"not_persisted": reply.not_persisted})
         return 0
     say(f"pinned {pin_text(found)} for {ttl}")
     say(f"pinned in RAM: {found.objects} objects of {found.chunks} chunks, {size_text(found.size_bytes)}")
@@ -62,7 +62,7 @@ def unpin(connection: tuple[Endpoint, float], name: str, as_json: bool) -> int:
         found = operator.find_pin(namespace, prefix)
         not_persisted = operator.unpin(found.namespace_id, found.key)
     if as_json:
-        echo_json({"namespace_id": found.namespace_id, "key": found.key, "not_persisted": not_persisted})
+        echo_record({"namespace_id": found.namespace_id, "key": found.key, "not_persisted": not_persisted})
         return 0
     say(f"unpinned {pin_text(found)}")
     if not_persisted:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
-from kvdepot.client.ctl.as_json import echo_json, to_json
+from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
@@ -97,7 +97,7 @@ def delete(connection: tuple[Endpoint, float], tenant: str, namespace: str | Non
     with connect(*connection) as operator:
         not_persisted = operator.delete_quota(subject)
     if as_json:
-        echo_json(to_json(subject) | {"not_persisted": not_persisted})
+        echo_record(to_json(subject) | {"not_persisted": not_persisted})
         return 0
     say(f"deleted: {subject}")
     _warn(not_persisted)
@@ -115,7 +115,7 @@ def list_(connection: tuple[Endpoint, float], as_json: bool) -> int:
     with connect(*connection) as operator:
         entries = operator.quotas()
     if as_json:
-        echo_json([_record(one) for one in entries])
+        echo_record([_record(one) for one in entries])
         return 0
     table = new_table("quotas", "tenant", "namespace", "tier", "capacity", "source")
     for one in entries:
@@ -142,7 +142,7 @@ def _found(operator: Operator, subject: QuotaSubject) -> tuple[QuotaEntry, list[
 
 def _show(entry: QuotaEntry, held: list[QuotaStatus], more: dict[str, str], *, as_json: bool) -> None:
     if as_json:
-        echo_json(_record(entry) | {"tiers": held} | more)
+        echo_record(_record(entry) | {"tiers": held} | more)
         return
     say(f"{_capacity(entry)}: {entry.subject}, {_source(entry)}")
     if held:

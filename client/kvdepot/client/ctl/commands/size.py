@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.sizing.architectures import AUTO, ELEMENT_BYTES, describe_model
 from kvdepot.client.ctl.sizing.flags import engine_flags
@@ -85,7 +85,7 @@ def size(
     flags = engine_flags(described, engine)
     if as_json:
         record = _record(described, str(file), engine, load, found)
-        say(json.dumps(record | {"vllm_flags": list(map(str, flags))}, indent=2))
+        echo_record(record | {"vllm_flags": list(map(str, flags))})
     else:
         serve = [f"vllm serve {shlex.quote(_served(model))}", *map(str, flags)]
         say("\n".join([*_lines(described, engine, load, found), "", " \\\n  ".join(serve)]))

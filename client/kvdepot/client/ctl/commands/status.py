@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import click
-from kvdepot.client.ctl.as_json import echo_json
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.commands.options import json_option, output_option
 from kvdepot.client.ctl.overview import print_overview, print_verdict
 from kvdepot.client.ctl.printer import print_status
 from kvdepot.core.errors import KvDepotError
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
 
 EXIT_OK, EXIT_NOT_READY = 0, 1
+_WIDE: Final = "wide"
 EXIT_CODES: Final = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.ERR: 2}
 """As those of plugins of monitoring systems."""
 
 
 @click.command()
-@json_option
-@click.option("--wide", is_flag=True, help="Show all tables too.")
+@output_option(_WIDE)
+@click.option("--wide", is_flag=True, help="The same as -o wide: show all tables too.")
 @click.option("--counters", is_flag=True, help="Show all tables and each counter too.")
 @click.pass_obj
-def status(connection: tuple[Endpoint, float], as_json: bool, wide: bool, counters: bool) -> int:
+def status(connection: tuple[Endpoint, float], as_json: bool, output: str, wide: bool, counters: bool) -> int:
     """Show the verdict, hit rate, tiers and engines.
 
     Exit code 1: the daemon is not ready.
@@ -36,8 +37,8 @@ def status(connection: tuple[Endpoint, float], as_json: bool, wide: bool, counte
         found = operator.status()
     console = Console()
     if as_json:
-        echo_json(found)
-    elif wide or counters:
+        echo_record(found)
+    elif wide or counters or output == _WIDE:
         print_verdict(found, console)
         print_status(found, console, counters=counters)
     else:
@@ -47,9 +48,8 @@ def status(connection: tuple[Endpoint, float], as_json: bool, wide: bool, counte
 
 @click.command()
 @json_option
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Format of the output.")
 @click.pass_obj
-def health(connection: tuple[Endpoint, float], as_json: bool, output: str) -> int:
+def health(connection: tuple[Endpoint, float], as_json: bool) -> int:
     """Show whether the daemon is well, and why not.
 
     Exit codes: 0 HEALTH_OK; 1 HEALTH_WARN; 2 HEALTH_ERR, or wrong usage.
@@ -58,8 +58,8 @@ def health(connection: tuple[Endpoint, float], as_json: bool, output: str) -> in
         found = operator.status()
     if found.health.verdict not in EXIT_CODES:
         raise KvDepotError("this kvdepotd gives no verdict", advice="upgrade it; `kvdepotctl status` shows its state")
-    if as_json or output == "json":
-        echo_json(found.health)
+    if as_json:
+        echo_record(found.health)
     else:
         print_verdict(found, Console())
     return EXIT_CODES[found.health.verdict]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from kvdepot.client.ctl.as_json import echo_json, to_json
+from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
@@ -45,7 +45,7 @@ def _set(connection: tuple[Endpoint, float], switch: Switch, namespace: str, *, 
         reply = operator.switch(SwitchCall(switch, on, namespace_id))
     if as_json:
         record = to_json(reply)
-        echo_json(record.pop("switches") | record)
+        echo_record(record.pop("switches") | record)
         return
     whom = f"namespace {namespace_id.hex()[:12]}" if namespace_id else "all namespaces"
     say(f"{switch} are {'on' if on else 'off'} for {whom}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from itertools import pairwise
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import grpc
+from kvdepot.client.ctl.as_json import echo_next
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.live.history import History
@@ -54,7 +54,7 @@ def top(connection: tuple[Endpoint, float], interval: float, count: int | None, 
         try:
             if as_json:
                 for before, now in pairwise(_answers(operator.status, interval, count)):
-                    say(json.dumps(_record(now, Rates.between(before, now))))
+                    echo_next(_record(now, Rates.between(before, now)))
             elif is_live(console) and not once:
                 ended_by = watch(operator, console, interval, count)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import click
-from kvdepot.client.ctl.as_json import echo_json
+from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.curves import curve_lines, known
@@ -22,9 +22,8 @@ _COLUMNS_MIN: Final = 80
 
 @click.command("what-if")
 @json_option
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", help="Format of the output.")
 @click.pass_obj
-def what_if(connection: tuple[Endpoint, float], as_json: bool, output: str) -> int:
+def what_if(connection: tuple[Endpoint, float], as_json: bool) -> int:
     """Show the hit rate of other capacities.
 
     Estimates, for RAM and for each disk, the hit rate at 0.25 to 8 times its capacity, from a sample of the requests of
@@ -32,8 +31,8 @@ def what_if(connection: tuple[Endpoint, float], as_json: bool, output: str) -> i
     """
     with connect(*connection) as operator:
         found = operator.status()
-    if as_json or output == "json":
-        echo_json({tier.name: tier.what_if for tier in found.tiers if tier.what_if is not None})
+    if as_json:
+        echo_record({tier.name: tier.what_if for tier in found.tiers if tier.what_if is not None})
     else:
         console = Console()
         glyphs = ASCII if console.options.ascii_only else BLOCKS
