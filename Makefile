@@ -30,7 +30,7 @@ NODES ?= 1
 SAMPLE ?= 60
 NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak siege long-life mutants lint image-check dist deb docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak siege long-life mutants lint image-check dist deb docs site screenshots bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -167,6 +167,9 @@ docs: venv ## the documents that are made from the code
 
 site: docs ## the documents as a site, in build/site; a link that leads nowhere ends it
 	$(BIN)/python -m mkdocs build -f configs/mkdocs.yml
+
+screenshots: venv ## the pictures of the live page in the documents: 4 minutes of chats, and Chromium
+	$(BIN)/python -m tests.rigs.screenshots docs
 
 bench: venv ## benchmarks that need no options, one table each
 	for b in ram index start connector_overhead codec disk copy_overhead; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from tests.rigs.browser import NEEDS_CHROMIUM, Browser
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.raw_client import RawEngine, keys_of
+from tests.rigs.screenshots import Chats, shoot
 
 SHOWN = "document.getElementById('verdict')?.textContent.startsWith('HEALTH_')"
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -102,6 +105,21 @@ def test_long_names_and_large_figures_fit_on_a_phone_and_are_text(browser: Brows
     assert curves.count("or more") == 1
     assert "3 without all ranks" in browser.value("document.body.innerText")
     assert browser.complaints == []
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.requirement("O5")
+def test_the_pictures_of_docs_are_of_chats_that_hit(browser: Browser, daemon: DaemonProcess, tmp_path: Path) -> None:
+    with RawEngine(daemon.socket) as engine:
+        chats = Chats(engine)
+        for _ in range(60):
+            chats.turn()
+        shoot(browser, f"{daemon.metrics}/", tmp_path / "page.png", width=390, dark=True)
+    assert int(browser.value("document.getElementById('rate').textContent").removesuffix(" %")) > 20
+    picture = (tmp_path / "page.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    width, height = struct.unpack_from(">II", picture, 16)
+    assert width == 390 < height, "the whole page"
 
 
 @NEEDS_CHROMIUM
