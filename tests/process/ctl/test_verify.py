@@ -240,7 +240,8 @@ def test_a_daemon_that_stops_answering_is_not_waited_for(daemon: DaemonProcess, 
 def test_a_tier_that_hangs_is_skipped_with_its_reason_and_the_others_are_read() -> None:
     with (
         FuseDirectory() as mount,
-        DaemonProcess(ram="512MiB", config=config(mount.path, deadline="1s")) as daemon,
+        # Not shorter: on a busy machine two late writes disable the tier, and what was to be written is dropped.
+        DaemonProcess(ram="512MiB", config=config(mount.path, deadline="4s")) as daemon,
         RawEngine(daemon.socket, spec=SPEC) as engine,
     ):
         wait_until(lambda: engine.status().tiers[1].state == "ready", "the disk opens", 60)
