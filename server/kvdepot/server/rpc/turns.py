@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 from kvdepot.core.calls import CommitItem
 
-TURN_SECONDS: Final = 0.005
+TURN_SECONDS: Final = 0.001
+"""Short, because an answer to somebody else takes several rounds of the loop, and each has a turn."""
 STEP_OBJECTS: Final = 64
 """Objects that one step commits or abandons: 1 to 3 ms."""
 
