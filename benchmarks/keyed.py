@@ -87,7 +87,7 @@ def measure(depots: dict[str, DiskDepot], options: argparse.Namespace, report: R
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, default=SHM, help="where the directories lie (default %(default)s)")
-    parser.add_argument("--ram", default="768MiB", help="capacity of each daemon's RAM tier (default %(default)s)")
+    parser.add_argument("--ram", default="1280MiB", help="capacity of each daemon's RAM tier (default %(default)s)")
     parser.add_argument("--memory", type=Path, default=SHM, help="where its arena lies (default %(default)s)")
     parser.add_argument("--capacity", default="3GiB", help="of each tier (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
