@@ -67,10 +67,14 @@ class Report:
         for line in self.lines():
             print(f"  {line}")
         if json_path:
-            record = self.record() | {"benchmark": self.name, "machine": machine(), "date": now()}
-            path = Path(json_path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record, indent=2) + "\n")
+            write_record(Path(json_path), self.name, self.record())
+
+
+def write_record(path: Path, benchmark: str, found: dict[str, object]) -> None:
+    """Write what a benchmark found as JSON, with the machine and the date."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = found | {"benchmark": benchmark, "machine": machine(), "date": now()}
+    path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def now() -> str:

@@ -13,11 +13,9 @@ trace takes too long. `lru` is what a model of LRU, which is what SHARDS predict
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from pathlib import Path
 
 from kvdepot.core.eviction import DEFAULT_POLICY
 from kvdepot.core.report import WhatIfStatus
@@ -25,8 +23,8 @@ from kvdepot.core.what_if import FACTORS, POINTS_MAX, WhatIf
 from kvdepot.core.what_if import Geometry as Sizes
 
 from benchmarks.policy import BLOCK_TOKENS, GEOMETRIES, OBJECT_BYTES, STATE_BLOCKS, Geometry, Request, hit_rate
-from benchmarks.report import machine, now
-from benchmarks.workload_policies import FRACTIONS, requests_of
+from benchmarks.report import write_record
+from benchmarks.workload_policies import FRACTIONS, family_parser, printed, requests_of
 from benchmarks.workloads.families import family_names
 
 AIM = 0.02
@@ -118,26 +116,16 @@ def _rounded(value: float | None) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", choices=family_names(), nargs="+", default=family_names())
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS)
+    parser = family_parser(__doc__, family_names(), FRACTIONS)
     parser.add_argument("--points", type=int, default=POINTS_MAX, help="in each cache")
     parser.add_argument("--unsampled", action="store_true", help="compare with a sketch that samples everything")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
     options = parser.parse_args(arguments)
-    rows = []
-    for row in (unsampled_rows if options.unsampled else replayed_rows)(options):
-        rows.append(row)
-        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    rows = printed((unsampled_rows if options.unsampled else replayed_rows)(options))
     differences = [abs(row["difference"]) for row in rows if isinstance(row["difference"], float)]
     missed = sum(one > AIM for one in differences)
     print(f"largest difference {max(differences, default=0.0):.4f}; above {AIM}: {missed} of {len(rows)}")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {"benchmark": "what_if", "rows": rows, "machine": machine(), "date": now()}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(options.json, "what_if", {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -16,17 +16,16 @@ fraction of what all distinct objects of the family take.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from random import Random
 
-from kvdepot.core.eviction import DEFAULT_POLICY, policy_names
+from kvdepot.core.eviction import policy_names
 
 from benchmarks.policy import GEOMETRIES, OBJECT_BYTES, Geometry, Request, hits_of
-from benchmarks.report import machine, now
-from benchmarks.workloads.families import batch_jobs, family_names, prompts_of
-from benchmarks.workloads.trace import BLOCK_TOKENS, Blocks, Prompt
+from benchmarks.report import write_record
+from benchmarks.workload_policies import family_parser, over_best, printed, request_of, requests_of
+from benchmarks.workloads.families import batch_jobs, family_names
+from benchmarks.workloads.trace import Blocks
 
 PAIRS = (
     ("chat", "tenants"),
@@ -41,19 +40,11 @@ Marked = list[tuple[bool, Request]]
 """Requests, with whether each is one of those that are counted."""
 
 
-def request_of(prompt: Prompt, blocks: Blocks, at_seconds: float) -> Request:
-    return Request(at_seconds, tuple(blocks.of(prompt.segments)), prompt.tokens // BLOCK_TOKENS)
-
-
-def family_of(name: str, seed: int, requests: int, blocks: Blocks, start: float = 0.0) -> list[Request]:
-    return [request_of(prompt, blocks, start + prompt.at_seconds) for prompt in prompts_of(name, seed, requests)]
-
-
 def changed(pair: tuple[str, str], seed: int, requests: int) -> Marked:
     """Return the requests of two families, one after the other. Those of the second one count."""
     blocks = Blocks()
-    before = family_of(pair[0], seed, requests, blocks)
-    after = family_of(pair[1], seed, requests, blocks, before[-1].at_seconds)
+    before = requests_of(pair[0], seed, requests, blocks)
+    after = requests_of(pair[1], seed, requests, blocks, before[-1].at_seconds)
     return [(False, request) for request in before] + [(True, request) for request in after]
 
 
@@ -85,11 +76,6 @@ def rate(found: Sequence[tuple[int, int]]) -> float:
     return round(sum(hit for hit, _ in found) / sum(blocks for _, blocks in found), 4)
 
 
-def over_best(rates: dict[str, float]) -> float:
-    best = max(value for name, value in rates.items() if name != DEFAULT_POLICY)
-    return round(rates[DEFAULT_POLICY] / best, 3) if best else 1.0
-
-
 def change_rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     for seed in options.seeds:
         for pair in options.pairs:
@@ -108,7 +94,7 @@ def change_rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 def scan_rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     for seed in options.seeds:
         for name in options.families:
-            family = family_of(name, seed, options.requests, Blocks())
+            family = requests_of(name, seed, options.requests)
             for geometry in GEOMETRIES:
                 for fraction in options.fractions:
                     capacity_bytes = max(int(fraction * geometry.unique_bytes(family)), OBJECT_BYTES)
@@ -132,28 +118,13 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = family_parser(__doc__, SCANNED, [0.1, 0.2])
     parser.add_argument("measured", choices=("change", "scan"))
     parser.add_argument("--pairs", type=_pair, nargs="+", default=PAIRS)
-    parser.add_argument("--families", choices=family_names(), nargs="+", default=SCANNED)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--fractions", type=float, nargs="+", default=[0.1, 0.2])
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
     options = parser.parse_args(arguments)
-    rows = []
-    for row in (change_rows if options.measured == "change" else scan_rows)(options):
-        rows.append(row)
-        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    rows = printed((change_rows if options.measured == "change" else scan_rows)(options))
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {
-            "benchmark": f"workload_changes {options.measured}",
-            "rows": rows,
-            "machine": machine(),
-            "date": now(),
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(options.json, f"workload_changes {options.measured}", {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def test_after_a_change_come_as_many_requests_of_the_other_family_and_they_count
 
 @pytest.mark.parametrize("geometry", policy.GEOMETRIES, ids=lambda geometry: geometry.name)
 def test_a_scan_has_ten_times_the_capacity_and_comes_once(geometry: policy.Geometry) -> None:
-    family = workload_changes.family_of("chat", 3, 80, Blocks())
+    family = workload_policies.requests_of("chat", 3, 80)
     capacity_bytes = geometry.unique_bytes(family) // 10
     marked = workload_changes.scanned(family, geometry, capacity_bytes, 3)
     assert [request for counts, request in marked if counts] == family
