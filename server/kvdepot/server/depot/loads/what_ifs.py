@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvdepot.core.calls import KEY_BYTES, Kind, ReserveCall
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.records import Lookup
 from kvdepot.core.report import WhatIfStatus
 from kvdepot.core.what_if import Geometry, WhatIf
@@ -113,7 +114,8 @@ class WhatIfs:
             self._guard.call(_PLACE, self._follow, path, call)
 
     def _follow(self, path: _Path, call: ReserveCall) -> None:
-        self._count(path.follow(call.keys, call.parents))
+        looked_at = RESERVED_PER_CALL_MAX * KEY_BYTES  # the others are answered LATER, and come again
+        self._count(path.follow(call.keys[:looked_at], call.parents[:looked_at]))
 
     def ended(self, engine_id: str, request_id: str) -> None:
         """Queue the path of a request that has stored something after its prompt."""
