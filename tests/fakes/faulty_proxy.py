@@ -6,10 +6,11 @@ import contextlib
 import re
 import socket
 import threading
-from typing import Self
+
+from tests.fakes.listener import Listener
 
 
-class FaultyProxy:
+class FaultyProxy(Listener):
     """Faults count from the time they are set, for connections that are open, too. `clear` ends them.
 
     `hangs`: nothing is passed on any more. `drops`: every connection is closed. `answer_bytes`: so many bytes of each
@@ -18,9 +19,8 @@ class FaultyProxy:
     """
 
     def __init__(self, port: int) -> None:
+        super().__init__()
         self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.port = self._listener.getsockname()[1]
         self._changed = threading.Condition()
         self.clear()
 
@@ -41,26 +41,17 @@ class FaultyProxy:
         with self._changed:
             self._changed.notify_all()
 
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
     def __exit__(self, *raised: object) -> None:
         self.clear()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        super().__exit__(*raised)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                if self.drops:
-                    client.close()
-                    continue
-                server = socket.create_connection(("127.0.0.1", self._target))
-                for pump in (self._requests, self._answers):
-                    threading.Thread(target=self._pump, args=(pump, client, server), daemon=True).start()
+    def accepted(self, connection: socket.socket) -> None:
+        if self.drops:
+            connection.close()
+            return
+        server = socket.create_connection(("127.0.0.1", self._target))
+        for pump in (self._requests, self._answers):
+            threading.Thread(target=self._pump, args=(pump, connection, server), daemon=True).start()
 
     @staticmethod
     def _pump(pump: object, client: socket.socket, server: socket.socket) -> None:

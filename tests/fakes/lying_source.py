@@ -13,13 +13,14 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Self, cast
+from typing import Any, Final, cast
 
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.io.framing import HEAD
 from kvdepot.server.io.jobs import ABSENT
 from kvdepot.server.io.peer_wire import ALPN, FROM_READER, TO_READER, Exact, Leased, Locate, Located, Pull
 
+from tests.fakes.listener import Listener
 from tests.rigs.certificates import Files
 from tests.rigs.patience import patient
 
@@ -131,18 +132,17 @@ OF_LOOKUPS: Final[dict[str, Callable[[Any, Any], Sent]]] = {
 }  # fmt: skip
 
 
-class LyingSource:
+class LyingSource(Listener):
     """Has the objects of `keys`, with the bytes of `payload_of`. `pulls` and `lookups`: its lies; None: it has none."""
 
     def __init__(self, files: Files, ca: Path, payload_of: Callable[[bytes], bytes]) -> None:
+        super().__init__()
         self._context = context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(ca)
         context.load_cert_chain(files.cert, files.key)
         context.set_alpn_protocols([ALPN])
         self._payload_of = payload_of
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.port = self._listener.getsockname()[1]
         self.keys: set[bytes] = set()
         self.pulls: Callable[[Any, Any], Sent] | None = None
         self.lookups: Callable[[Any, Any], Sent] | None = None
@@ -151,27 +151,18 @@ class LyingSource:
         """Serial number of the certificate of each connection."""
         self.closed = threading.Event()
 
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
     def __exit__(self, *raised: object) -> None:
         self.closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        super().__exit__(*raised)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                raw, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(raw,), daemon=True).start()
+    def accepted(self, connection: socket.socket) -> None:
+        threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, raw: socket.socket) -> None:
         with contextlib.suppress(OSError), raw, self._context.wrap_socket(raw, server_side=True) as connection:
             certificate = cast("Any", connection.getpeercert())
             self.readers.append(certificate["serialNumber"])
-            while (frame := FROM_READER.read(cast("Any", Exact(connection)))) is not None:
+            while (frame := FROM_READER.read(Exact(connection.recv_into))) is not None:
                 for piece in self._answer(frame[1]):
                     connection.sendall(piece)
 

@@ -70,7 +70,7 @@ def ended(connection: ssl.SSLSocket) -> bool:
 
 def answered(connection: ssl.SSLSocket) -> bool:
     connection.sendall(NOTHING)
-    found = TO_READER.read(Exact(connection))  # type: ignore[arg-type]
+    found = TO_READER.read(Exact(connection.recv_into))
     return found is not None and isinstance(found[1], Located)
 
 
@@ -207,7 +207,7 @@ def test_questions_of_peers_take_a_share_of_the_loop_and_all_are_answered(
                 with connected(one) as connection:
                     for _ in range(questions):
                         connection.sendall(question)
-                        found = TO_READER.read(Exact(connection))  # type: ignore[arg-type]
+                        found = TO_READER.read(Exact(connection.recv_into))
                         assert found is not None and found[1] == Located((OBJECT_BYTES,) * FILES_PER_STAT)
 
             before = time.monotonic()
@@ -265,7 +265,7 @@ def test_frames_that_no_reader_sends_end_their_connection_and_nothing_else(tmp_p
                     assert answered(other)
                     connection.sendall(MALFORMED[malformed])
                     if malformed == "a name of another kind":
-                        found = TO_READER.read(Exact(connection))  # type: ignore[arg-type]
+                        found = TO_READER.read(Exact(connection.recv_into))
                         assert found is not None and found[1] == Located((ABSENT,))
                     else:
                         assert ended(connection)
@@ -330,7 +330,7 @@ def test_a_pull_of_a_stranger_is_no_lease(tmp_path: Path) -> None:
             def pull() -> None:
                 with connected(one, stranger) as connection:
                     connection.sendall(FROM_READER.pack(Pull(one.name(0))))
-                    assert TO_READER.read(Exact(connection)) is not None  # type: ignore[arg-type]
+                    assert TO_READER.read(Exact(connection.recv_into)) is not None
                     assert ended(connection)
 
             await asyncio.to_thread(pull)

@@ -32,7 +32,7 @@ from functools import cache, partial
 from itertools import groupby
 from operator import attrgetter, itemgetter, methodcaller
 from types import NoneType, UnionType
-from typing import Annotated, Any, BinaryIO, Final, Generic, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Generic, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin
 from typing import get_type_hints as hints_of
 
 from kvdepot.core.bounds import Exactly
@@ -74,6 +74,14 @@ Digest = Annotated[
     ),
 ]
 """A number of 128 bits."""
+
+
+class Stream(Protocol):
+    """What `Framing.read` reads from, such as a binary file."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return so many bytes, or fewer at the end."""
+        ...
 
 
 class Framing(Generic[T]):
@@ -121,7 +129,7 @@ class Framing(Generic[T]):
             del received[:end]  # not before: after a bad frame nothing more is believed
             yield number, message
 
-    def read(self, stream: BinaryIO) -> tuple[int, T] | None:
+    def read(self, stream: Stream) -> tuple[int, T] | None:
         """Wait for one frame. Return None at the end of the stream. Raise FrameError."""
         head = stream.read(HEAD.size)
         if len(head) < HEAD.size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
-from typing import Any, Final, cast
+from typing import Final
 
 from kvdepot.server.io.framing import FrameError
 from kvdepot.server.io.peer_wire import (
@@ -56,7 +56,7 @@ class Peer:
             assert self._connection is not None
             try:
                 self._connection.sendall(frame)
-                found = TO_READER.read(cast("Any", Exact(self._connection)))
+                found = TO_READER.read(Exact(self._connection.recv_into))
             except (OSError, FrameError) as error:
                 self.close()
                 if not (left and used and isinstance(error, ConnectionError | ssl.SSLEOFError)):
@@ -73,7 +73,7 @@ class Peer:
         """Fill the buffer with the next bytes of the object. Raise OSError if the source does not send all of them."""
         assert self._connection is not None
         try:
-            filled = receive_into(self._connection, buffer)
+            filled = receive_into(self._connection.recv_into, buffer)
         except OSError as error:
             self.close()
             raise self._failed(error) from error

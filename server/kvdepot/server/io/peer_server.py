@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
 from kvdepot.core.data_mapping import map_parts, unpack_parts
 from kvdepot.server.io.framing import FrameError
@@ -39,6 +39,7 @@ from kvdepot.server.io.peer_wire import (
     AskLocate,
     AskPull,
     Ended,
+    Exact,
     Granted,
     Leased,
     Locate,
@@ -265,30 +266,29 @@ class Server:
 
 
 class _Questions:
-    """What a reader asks, as a stream of `Framing.read`: a question may be awaited long, but has to come quickly."""
+    """What a reader asks: a question may be awaited long, but has to come quickly."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection
+        self._stream = Exact(self._receive)
         self._until = 0.0
         self._begun = False
 
-    def await_next(self, seconds: float) -> None:
-        """Wait for so long until the next question begins."""
-        self._until, self._begun = time.monotonic() + seconds, False
+    def next(self, seconds: float) -> Locate | Pull | None:
+        """Wait for so long until the next question begins, and return it. None: there is none.
 
-    def read(self, size: int) -> bytes:
-        """Return so many bytes, or fewer at the end. Raise OSError."""
-        data = bytearray(size)
-        filled = 0
-        while filled < size:
-            self._connection.settimeout(_left(self._until))
-            count = self._connection.recv_into(memoryview(data)[filled:])
-            if not count:
-                break
-            filled += count
-            if not self._begun:
-                self._until, self._begun = time.monotonic() + QUESTION_SECONDS, True
-        return bytes(data[:filled])
+        Raise OSError or FrameError.
+        """
+        self._until, self._begun = time.monotonic() + seconds, False
+        frame = FROM_READER.read(self._stream)
+        return None if frame is None else frame[1]
+
+    def _receive(self, buffer: memoryview) -> int:
+        self._connection.settimeout(_left(self._until))
+        count = self._connection.recv_into(buffer)
+        if count and not self._begun:
+            self._until, self._begun = time.monotonic() + QUESTION_SECONDS, True
+        return count
 
 
 def _left(until: float) -> float:
@@ -314,11 +314,9 @@ class _Reader:
 
         Raise OSError or FrameError.
         """
-        self._questions.await_next(seconds)
-        frame = FROM_READER.read(cast("Any", self._questions))
-        if frame is None:
+        question = self._questions.next(seconds)
+        if question is None:
             return False
-        question: Locate | Pull = frame[1]
         if isinstance(question, Pull):
             answer = self._daemon.ask(AskPull(self._names, question.name))
         else:

@@ -8,7 +8,7 @@ else: who cannot send all of them closes the connection.
 from __future__ import annotations
 
 import json
-import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, Self
@@ -172,23 +172,30 @@ class PeerSettings:
         return cls(**{**values, "names": tuple(values["names"])})
 
 
-class Exact:
-    """A socket as the stream of `Framing.read`: it takes no byte more than it is asked for."""
+Receive = Callable[[memoryview], int]
+"""Takes what has come, and returns how many bytes. 0: the end."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+
+class Exact:
+    """A socket as the stream of `Framing.read`: it takes no byte more than it is asked for.
+
+    `receive`: the socket's `recv_into`, or what calls it.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
 
     def read(self, size: int) -> bytes:
         """Return so many bytes, or fewer at the end. Raise OSError."""
         data = bytearray(size)
-        return bytes(data[: receive_into(self._connection, memoryview(data))])
+        return bytes(data[: receive_into(self._receive, memoryview(data))])
 
 
-def receive_into(connection: socket.socket, buffer: memoryview) -> int:
+def receive_into(receive: Receive, buffer: memoryview) -> int:
     """Fill the buffer. Return how many bytes came; fewer than it has at the end. Raise OSError."""
     filled = 0
     while filled < len(buffer):
-        count = connection.recv_into(buffer[filled:])
+        count = receive(buffer[filled:])
         if not count:
             break
         filled += count
