@@ -30,8 +30,7 @@ TIERS: Final = (
     Family(
         "tier_expected_hit_ratio",
         "gauge",
-        "Hit ratio that the tier would have at a factor of its capacity, for the requests of the last hour."
-        " At most, for a disk that is written at the second use.",
+        "Hit ratio of the last hour's requests at a factor of the capacity. With second_use it is an upper bound.",
         ("tier", "capacity_factor"),
         tuple(f"{factor:g}" for factor in FACTORS),
         samples=lambda scrape: [
