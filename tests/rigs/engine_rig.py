@@ -131,6 +131,7 @@ class Rig:
         self.tables = memoryview(bytearray(self.layout.tables_bytes))
         self.generations = memoryview(bytearray(self.layout.generations_bytes))
         self.now = 100.0
+        self.room_bytes: tuple[int, ...] = ()  # of the next run; empty: all
         self.run = 0
         self.dead: set[int] = set()
         self.leases = 1 << 40
@@ -154,8 +155,10 @@ class Rig:
 
     def start(self) -> None:
         self.run += 1
+        tables = ArenaTables(self.tables, self.layout, self.generations)
+        tables.room_bytes = self.room_bytes or self.layout.parts
         self.depot = Depot(
-            ArenaTables(self.tables, self.layout, self.generations),
+            tables,
             arena_id=ARENA_ID,
             run=self.run,
             clock=lambda: self.now,
@@ -396,7 +399,7 @@ def _audit_bytes(engine: Depot, chained: list[int]) -> None:
     for (one, length), (other, _) in pairwise(extents):
         assert one + length <= other, "extents overlap"
     for room in ram.rooms:
-        here = [length for offset, length in extents if room.start <= offset < room.end]
+        here = [length for offset, length in extents if room.start <= offset < room.used_end]
         assert (room.used_bytes, room.rows_used) == (sum(here), len(here)), "a room miscounts what lies there"
         room.allocator.check()
     for slot in ram._namespaces.by_slot if len(ram.rooms) > 1 else ():

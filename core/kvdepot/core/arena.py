@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from kvdepot.core.arena_purpose import NO_PURPOSE, purpose_in, with_purpose
 
 MAGIC = b"KVDARENA"
 GENERATIONS_MAGIC = b"KVDGENER"
@@ -270,6 +271,8 @@ class Superblock:
     """Of each part of the data."""
     tenants: bytes = NO_DIGEST
     """Says which tenants the parts belong to, if there are several."""
+    purpose: bytes = NO_PURPOSE
+    """Says what the operator asked for. With the same purpose, an arena of another size is kept."""
 
     @property
     def version(self) -> int:
@@ -293,7 +296,8 @@ class Superblock:
             identity += b"".join(_PART.pack(size_bytes, *file) for size_bytes, file in parts)
         else:
             identity = _IDENTITY.pack(*fields, *self.data_files[0])
-        return identity + _SUM_AND_RUN.pack(xxhash.xxh3_64_intdigest(identity), self.run)
+        identity += _SUM_AND_RUN.pack(xxhash.xxh3_64_intdigest(identity), self.run)
+        return with_purpose(identity, self.purpose, self.arena_id)
 
     @staticmethod
     def unpack(page: bytes | memoryview) -> Superblock:
@@ -322,11 +326,12 @@ class Superblock:
         _, _, _, arena_id, size, rows, lent_rows, boot, device, inode, *more = struct_.unpack_from(identity)
         if not divided:
             layout = ArenaLayout(size, rows, lent_rows)
-            return Superblock(arena_id, layout, run, boot, (device, inode), ((more[0], more[1]),))
+            file = ((more[0], more[1]),)
+            return Superblock(arena_id, layout, run, boot, (device, inode), file, NO_DIGEST, purpose_in(page, arena_id))
         parts = list(_PART.iter_unpack(identity[_DIVIDED.size :]))
         layout = ArenaLayout(size, rows, lent_rows, divided=tuple(part_bytes for part_bytes, _, _ in parts))
         files = tuple((part[1], part[2]) for part in parts)
-        return Superblock(arena_id, layout, run, boot, (device, inode), files, more[0])
+        return Superblock(arena_id, layout, run, boot, (device, inode), files, more[0], purpose_in(page, arena_id))
 
     @staticmethod
     def unpack_former(page: bytes) -> Superblock | None:
@@ -423,6 +428,8 @@ class ArenaTables:
             if found is not None and len(found) < size_bytes:
                 raise ArenaFormatError(f"arena: {len(found)} bytes are mapped, its {name} have {size_bytes}")
         self.layout = layout
+        self.room_bytes = layout.parts
+        """How much of each part may be used, from its start: less than all where tiers were added since."""
         self.extents = Table(buffer, layout.extents_offset, layout.extent_columns, layout.rows)
         if generations is not None:
             self.extents.join(Table(generations, PAGE_BYTES, (GENERATION,), layout.rows))

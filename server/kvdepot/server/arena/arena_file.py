@@ -14,18 +14,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
 import mmap
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 from kvdepot.core.arena import (
     FORMAT_VERSION,
-    NO_DIGEST,
     NO_FILE,
     ArenaFormatError,
     ArenaLayout,
@@ -34,26 +32,24 @@ from kvdepot.core.arena import (
     GenerationsHeader,
     Superblock,
 )
+from kvdepot.core.arena_purpose import NO_PURPOSE
 from kvdepot.core.data_mapping import DataParts, map_parts
 from kvdepot.core.errors import ConfigError
+from kvdepot.core.ram_size import kept_parts
+from kvdepot.server.arena.arena_request import ArenaRequest, Outlook, kept_note
 from kvdepot.server.arena.found_tables import Alive, lent_to, read_superblock
 from kvdepot.server.arena.memory_files import (
     close_all,
     file_of,
     free_pages,
+    free_range,
     is_sealed,
     new_file,
     new_memory,
     write_page,
 )
 from kvdepot.server.config.memory_room import MIB, directory_room, in_memory_alone, memory_room
-from kvdepot.server.config.schema import DATA_SUFFIX, GENERATIONS_SUFFIX
 from kvdepot.server.platform.own_files import open_own
-
-
-def arena_paths(path: Path) -> tuple[Path, Path, Path]:
-    """Return all names that files of the arena may have: of tables, generations and data."""
-    return path, path.with_name(f"{path.name}{GENERATIONS_SUFFIX}"), path.with_name(f"{path.name}{DATA_SUFFIX}")
 
 
 class Origin(Enum):
@@ -62,37 +58,6 @@ class Origin(Enum):
     CREATED = "created"
     ADOPTED = "adopted"
     RECREATED = "recreated"
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaRequest:
-    """What the configuration asks for. `capacity_bytes` is only for messages; the files have `size_bytes` together.
-
-    `sealed`: no engine can cut the data short, because it is a memfd. Somebody else has to hold it over a restart, with
-    the generations.
-    """
-
-    path: Path
-    size_bytes: int
-    capacity_bytes: int
-    config_file: str
-    sealed: bool = True
-    parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of data of each tenant, in the order of their names; empty: all data is one file."""
-
-    @property
-    def layout(self) -> ArenaLayout:
-        return ArenaLayout.plan(self.size_bytes, divided=tuple(self.parts.values()))
-
-    @property
-    def tenants(self) -> bytes:
-        """Return what the superblock says of the tenants."""
-        names = "\0".join(self.parts).encode()  # no name has a control character
-        return hashlib.blake2b(names, digest_size=len(NO_DIGEST)).digest() if self.parts else NO_DIGEST
-
-    @property
-    def paths(self) -> tuple[Path, Path, Path]:
-        return arena_paths(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +81,10 @@ class ArenaFile:
     """A mapped arena with its superblock. The descriptors are the daemon's own; engines get fresh opens."""
 
     def __init__(
-        self, path: Path, files: tuple[int, ...], superblock: Superblock, origin: Origin, note: str
+        self, path: Path, files: tuple[int, ...], superblock: Superblock, origin: Origin, note: str,
+        rooms: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        """Map `files`: tables, generations, and each part of the data."""
+        """Map `files`: tables, generations, and each part of the data. `rooms`: what of each is used; empty: all."""
         self.path = path
         self.files = files
         self.tables_fd, self.generations_fd, *data_fds = files
@@ -132,8 +98,22 @@ class ArenaFile:
         ]
         self.parts: DataParts = tuple(zip(data_fds, self.layout.parts, strict=True))
         self.tables = ArenaTables(memoryview(self._tables_maps[0]), self.layout, memoryview(self._tables_maps[1]))
+        self.tables.room_bytes = rooms or self.layout.parts
         self.data = map_parts(self.parts)
         """All parts in a row."""
+
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """Return how many bytes of each part are used, from its start."""
+        return self.tables.room_bytes
+
+    def free_unused(self) -> int:
+        """Free the memory beyond the rooms. Nothing there may be lent. Return the bytes that are not used."""
+        ranges = [(fd, room, size_bytes) for (fd, size_bytes), room in zip(self.parts, self.rooms, strict=True)]
+        for fd, room, size_bytes in ranges:
+            if room < size_bytes:
+                free_range(fd, room, size_bytes - room)
+        return sum(size_bytes - room for _, room, size_bytes in ranges)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -147,9 +127,9 @@ class ArenaFile:
         return tuple((ctypes.addressof(ctypes.c_char.from_buffer(one)), len(one)) for one in self._tables_maps)
 
     def populated_bytes(self, part: int) -> int:
-        """Return how far from its start a part has all its pages: up to its first hole."""
+        """Return how far from its start a part has all its pages: up to its first hole, or the end of its room."""
         try:
-            return os.lseek(self.parts[part][0], 0, os.SEEK_HOLE)
+            return min(os.lseek(self.parts[part][0], 0, os.SEEK_HOLE), self.rooms[part])
         except OSError:  # cannot be said: everything is populated again, which changes no byte
             return 0
 
@@ -227,9 +207,11 @@ def open_arena(
     if old.superblock is not None and old.tables is not None and not old.reason:
         assert old.generations is not None
         close_all(old.others)
-        adopted = replace(old.superblock, run=old.superblock.run + 1)
+        adopted = replace(old.superblock, run=old.superblock.run + 1, purpose=request.purpose)
         write_page(old.tables, adopted.pack())
-        return ArenaFile(request.path, (old.tables, old.generations, *old.data), adopted, Origin.ADOPTED, "")
+        files, note = (old.tables, old.generations, *old.data), kept_note(adopted.layout, request.layout)
+        rooms = kept_parts(adopted.layout, request.layout)
+        return ArenaFile(request.path, files, adopted, Origin.ADOPTED, note, rooms)
     if old.superblock is not None and old.tables is not None and old.whole and old.superblock.boot == boot_id:
         _refuse_if_lent(old.tables, old.superblock.layout, request, alive, old.reason)
     _check_room(request, held_bytes=_held_bytes(old))
@@ -241,8 +223,8 @@ def open_arena(
     return _create(request, boot_id, random_bytes, origin, old.reason)
 
 
-def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING_KEPT) -> str:
-    """Return why `open_arena` would replace an arena of another size or other tenants; empty if there is none.
+def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING_KEPT) -> Outlook:
+    """Return what `open_arena` would do with an arena of another size or other tenants.
 
     Raise ConfigError where `open_arena` would, except for loans. Changes nothing. `kept` is taken over.
     """
@@ -251,7 +233,9 @@ def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING
     try:
         if old.reason or not old.known:
             _check_room(request, held_bytes=_held_bytes(old))
-        return old.reason if old.superblock is not None and _is_resized(old.superblock, request) else ""
+        if old.superblock is None or not _is_resized(old.superblock, request):
+            return Outlook()
+        return Outlook(old.reason, "" if old.reason else kept_note(old.superblock.layout, request.layout))
     finally:
         old.close()
 
@@ -349,9 +333,10 @@ def _why_not(superblock: Superblock, old: _Old, request: ArenaRequest, boot_id: 
         return f"it is of a former format, this is {FORMAT_VERSION}"
     if superblock.boot != boot_id:
         return "it is from before the last boot"
-    if layout.size_bytes != request.size_bytes:
+    is_kept = superblock.purpose == request.purpose != NO_PURPOSE and kept_parts(layout, request.layout)
+    if layout.size_bytes != request.size_bytes and not is_kept:
         return f"its size changes from {layout.size_bytes} to {request.size_bytes} bytes"
-    if _is_resized(superblock, request):
+    if _is_resized(superblock, request) and not is_kept:
         return "its tenants, or the sizes of their parts, change"
     if old.generations is None or not old.data:
         data_is_here = set(superblock.data_files) <= set(map(file_of, (*old.known, *old.others)))
@@ -372,10 +357,8 @@ def _refuse_if_lent(tables: int, layout: ArenaLayout, request: ArenaRequest, ali
         raise ConfigError(
             request.config_file, "ram.capacity",
             f"the arena {request.path} cannot be adopted ({reason}), and extents of it are lent to living processes"
-            f" (pid {pids}). It has {layout.size_bytes} bytes, {request.size_bytes} are configured (the capacity, less"
-            " what the workers and objects of the tiers below take)",
-            advice="keep [ram].capacity, and capacity, codec and io_workers of each [[tier]], until these engines"
-            " have ended, or end them",
+            f" (pid {pids}). It has {layout.size_bytes} bytes, {request.size_bytes} are configured",
+            advice="keep [ram].capacity and the tenants until these engines have ended, or end them",
         )  # fmt: skip
 
 
@@ -406,8 +389,9 @@ def _create(
     arena_id = int.from_bytes(random_bytes(8), "little") | 1
     write_page(files[1], GenerationsHeader(arena_id, layout.rows).pack())
     superblock = Superblock(
-        arena_id, layout, 1, boot_id, file_of(files[1]), tuple(map(file_of, files[2:])), request.tenants
-    )
+        arena_id, layout, 1, boot_id, file_of(files[1]), tuple(map(file_of, files[2:])), request.tenants,
+        request.purpose,
+    )  # fmt: skip
     write_page(files[0], superblock.pack())
     return ArenaFile(request.path, files, superblock, origin, note)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,10 +30,12 @@ class Growing:
         threads = max(min(os.cpu_count() or 1, _THREADS_MAX) // len(arena.parts), 1)
         self._populators = [
             Populator(
-                fd=fd, address=address, size_bytes=size_bytes, threads=threads, memory_alone=memory_alone,
+                fd=fd, address=address, size_bytes=room, threads=threads, memory_alone=memory_alone,
                 lock_too=() if part else arena.tables_ranges, report=partial(self._report, part),
             )
-            for part, ((fd, size_bytes), address) in enumerate(zip(arena.parts, arena.addresses, strict=True))
+            for part, ((fd, _), address, room) in enumerate(
+                zip(arena.parts, arena.addresses, arena.rooms, strict=True)
+            )
         ]  # fmt: skip
 
     @property
@@ -43,6 +46,16 @@ class Growing:
             sum(one.ready_bytes for one in parts), all(one.done for one in parts),
             next((one.reason for one in parts if one.reason), ""), all(one.locked for one in parts),
         )  # fmt: skip
+
+    def free_unused(self, log: logging.Logger, *, lent: bool) -> None:
+        """Free an arena's memory beyond its rooms, before `start`. `lent`: an engine may still touch it."""
+        arena = self._arena
+        if arena.rooms == arena.layout.parts:
+            return
+        if lent:
+            log.warning("arena keeps memory beyond its capacity until the next start: engines hold leases of it")
+            return
+        log.info("arena has %d MiB that are not used, because tiers below RAM need them", arena.free_unused() >> 20)
 
     def start(self) -> None:
         """Use what has its pages already, and populate the rest."""

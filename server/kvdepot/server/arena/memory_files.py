@@ -77,8 +77,13 @@ def file_of(fd: int) -> FileId:
 
 def free_pages(files: Iterable[int]) -> None:
     """Free all pages. Truncation was rejected: an engine that maps a file would get SIGBUS, not zeros."""
-    libc = ctypes.CDLL(None, use_errno=True)
     for fd in files:
         size_bytes = os.fstat(fd).st_size
         if size_bytes:
-            libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size_bytes))
+            free_range(fd, 0, size_bytes)
+
+
+def free_range(fd: int, start: int, length: int) -> None:
+    """Free the pages of a part of a file, which then reads as zeros."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(length))

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvdepot.core.arena import ArenaFormatError, ArenaTables
 from kvdepot.core.errors import ArenaInUse, NotFound
-from kvdepot.server.arena.arena_file import arena_paths
+from kvdepot.server.arena.arena_request import arena_paths
 from kvdepot.server.arena.found_tables import Alive, living, read_superblock
 from kvdepot.server.arena.holding import Connection
 from kvdepot.server.config import arena_directory

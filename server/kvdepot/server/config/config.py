@@ -21,6 +21,7 @@ from kvdepot.core import runtime
 from kvdepot.core.arena import SIZE_BYTES_MAX, ArenaLayout
 from kvdepot.core.errors import ConfigError, together
 from kvdepot.core.object_keys import KeyRing
+from kvdepot.core.proc_text import HUGETLBFS
 from kvdepot.core.ram_size import arena_bytes_of
 from kvdepot.server.config import arena_directory, environment
 from kvdepot.server.config.addresses import TCP
@@ -32,6 +33,7 @@ from kvdepot.server.config.memory_room import (
     MIB,
     cgroup_limits,
     directory_bytes,
+    file_system,
     host_bytes,
     in_memory_alone,
 )
@@ -86,6 +88,21 @@ class Config:
     @property
     def arena_bytes(self) -> int:
         return arena_bytes_of(self.capacity_bytes, tiers_reserve_bytes(self.tables, self.capacity_bytes))
+
+    @property
+    def arena_purpose(self) -> bytes:
+        """Return a digest of what an arena is made for. With the same purpose, only the tiers below RAM differ.
+
+        The size is a part of it where a mount reserves memory in huge pages: what is not used could not be freed.
+        """
+        tenants = sorted((one.name, one.ram or 0) for one in self.tables.tenant)
+        huge = self.arena_bytes if file_system(self.arena_path.parent) == HUGETLBFS else 0
+        purpose = repr((self.capacity_bytes, tenants if len(tenants) > 1 else [], huge))
+        return hashlib.blake2b(purpose.encode(), digest_size=16).digest()
+
+    @property
+    def arena_layout(self) -> ArenaLayout:
+        return ArenaLayout.plan(self.arena_bytes, divided=tuple(self.parts.values()))
 
     @property
     def parts(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from kvdepot.core.control import ConfigChange
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.object_keys import NO_KEYS, KeyRing
+from kvdepot.core.ram_size import kept_parts
 from kvdepot.core.secrets import mask_secrets
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.schema import DISK_KIND, Tables, TenantTable, TierTable
@@ -71,11 +72,11 @@ def refuse_what_needs_a_restart(before: Config, after: Config, found: tuple[Conf
 
 def replaces_arena(before: Config, after: Config) -> bool:
     """Return whether a restart with the other configuration makes another arena, so that RAM begins empty."""
-    return _arena_of(before) != _arena_of(after)
+    return _arena_of(before) != _arena_of(after) or not kept_parts(before.arena_layout, after.arena_layout)
 
 
-def _arena_of(config: Config) -> tuple[Path, int, bool, dict[str, int]]:
-    return config.arena_path, config.arena_bytes, config.tables.ram.sealed, config.parts
+def _arena_of(config: Config) -> tuple[Path, bool, bytes]:
+    return config.arena_path, config.tables.ram.sealed, config.arena_purpose
 
 
 def _flat(tables: Tables, keys: Mapping[str, KeyRing]) -> Iterator[tuple[str, str, bool]]:

@@ -24,13 +24,14 @@ from typing import Any, NoReturn
 from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.core.secrets import mask_secrets
 from kvdepot.server.arena.arena_file import KeptFiles
+from kvdepot.server.arena.arena_request import NOTHING_KNOWN, Outlook
 from kvdepot.server.arena.holding import become_holder
 from kvdepot.server.config import environment
 from kvdepot.server.config.capacity_check import capacity_warnings
 from kvdepot.server.config.config import DISK, Config, embedded, load
 from kvdepot.server.config.facts import facts
 from kvdepot.server.config.key_files import with_keys
-from kvdepot.server.daemon.start_checks import arena_loss, host_problems
+from kvdepot.server.daemon.start_checks import arena_outlook, host_problems
 from kvdepot.server.offline import verbs as offline
 from kvdepot.server.platform.logs import UnhandledErrors, make_log
 from kvdepot.server.platform.processes import read_boot_id
@@ -136,9 +137,9 @@ def _check_config(config: Config, *, as_json: bool, any_host: bool) -> int:
     """
     problems = list(host_problems(config))
     try:
-        loss = arena_loss(config, read_boot_id())
+        outlook = arena_outlook(config, read_boot_id())
     except KvDepotError as error:
-        loss = ""
+        outlook = NOTHING_KNOWN
         problems.append(error)
     if as_json:
         print(json.dumps(facts(config, *problems[:1]), indent=2))  # noqa: T201
@@ -147,7 +148,7 @@ def _check_config(config: Config, *, as_json: bool, any_host: bool) -> int:
             _refused(problem)
         return 1
     if not as_json:
-        print(described(config, problems, loss))  # noqa: T201
+        print(described(config, problems, outlook))  # noqa: T201
     return 0
 
 
@@ -175,14 +176,16 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-def described(config: Config, problems: Sequence[KvDepotError] = (), loss: str = "") -> str:
+def described(config: Config, problems: Sequence[KvDepotError] = (), outlook: Outlook = NOTHING_KNOWN) -> str:
     """Return what `check-config` prints: the sizes that follow, and each given key with its source.
 
-    `problems` are refusals of this host alone. `loss` is why RAM will begin empty.
+    `problems` are refusals of this host alone. `outlook`: of a start on this host.
     """
     lines = [f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}"]
-    if loss:
-        lines.append(f"warning: RAM will begin empty, because the arena is replaced: {loss}")
+    if outlook.loss:
+        lines.append(f"warning: RAM will begin empty, because the arena is replaced: {outlook.loss}")
+    if outlook.note:
+        lines.append(f"warning: the next start keeps RAM, but {outlook.note}")
     lines += [f"warning: {text}" for text in capacity_warnings(config)]
     for key, (value, source) in config.sources.items():
         lines.append(f"{key} = {json.dumps(mask_secrets(value) if isinstance(value, str) else value)} ({source})")

@@ -193,13 +193,9 @@ class Node:
         if self._config.tables.ram.sealed:
             self._holding.start()
         report = self._depot.adopt(self._alive)
-        self._log.info(
-            "adopted objects: %d committed, %d waiting for disk tiers, %d reserved, %d lent; %d sessions, %d leases; "
-            "dropped %s",
-            report.kept, report.detached, report.reserved, report.pinned, report.sessions, report.leases,
-            report.dropped,
-        )  # fmt: skip
+        self._log.info("adopted objects: %s", report)
         self._checksums.start()
+        self._growing.free_unused(self._log, lent=report.pinned > 0)
         self._growing.start()
         tables = self._config.tables.daemon
         try:
@@ -406,7 +402,7 @@ class Node:
 
     def _progress(self) -> str:
         """Return one line for the supervisor."""
-        growth, size_bytes = self._growing.now, self._arena.layout.data_bytes
+        growth, size_bytes = self._growing.now, sum(self._arena.rooms)
         populated = f"{growth.ready_bytes // MIB} of {size_bytes // MIB} MiB of the arena are populated"
         return f"degraded: {growth.reason}" if growth.reason else populated
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.core.errors import ConfigError, KvDepotError
-from kvdepot.server.arena.arena_file import ArenaRequest, check_arena
+from kvdepot.server.arena.arena_file import check_arena
+from kvdepot.server.arena.arena_request import ArenaRequest, Outlook
 from kvdepot.server.arena.holding import held_files
 from kvdepot.server.config import arena_directory
 from kvdepot.server.config.addresses import ATTACH_SUFFIX, host_and_port, url_address
@@ -39,7 +40,7 @@ _NO_LOCK: Final = (
 
 
 def check_host(config: Config) -> None:
-    """Raise ConfigError for what would refuse a start. `arena_loss` checks the arena."""
+    """Raise ConfigError for what would refuse a start. `arena_outlook` checks the arena."""
     for check in _checks(config):
         check()
 
@@ -82,11 +83,14 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
 
 def arena_request(config: Config) -> ArenaRequest:
     sealed = config.tables.ram.sealed
-    return ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file, sealed, config.parts)
+    return ArenaRequest(
+        config.arena_path, config.arena_bytes, config.capacity_bytes, config.file, sealed, config.arena_purpose,
+        config.parts,
+    )  # fmt: skip
 
 
-def arena_loss(config: Config, boot_id: bytes) -> str:
-    """Return why this configuration makes RAM begin empty, if the host has an arena of another size; else "".
+def arena_outlook(config: Config, boot_id: bytes) -> Outlook:
+    """Return what a start would do with an arena of another size that the host has.
 
     Raise ConfigError if the host has no room for the arena, and no arena of its size.
     """

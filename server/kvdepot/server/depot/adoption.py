@@ -44,6 +44,7 @@ REASONS = (
     "repeated",
     "torn_fields",
     "torn_generation",
+    "beyond_capacity",  # in a part of the arena that is not used any more
     "overlap",  # this and what follows: its bytes may be another's
     "torn_extent",
     "torn_links",
@@ -75,7 +76,8 @@ class Adoption:
         self._loads = loads
         self._end = layout.data_bytes
         self._room_starts = np.array(layout.part_starts, np.uint64)
-        self._room_ends = np.array([*layout.part_starts[1:], layout.data_bytes], np.int64)
+        self._part_ends = np.array([*layout.part_starts[1:], layout.data_bytes], np.int64)
+        self._room_ends = np.array([room.used_end for room in ram.rooms], np.int64)
         states = self._rows.states
         self._heads: _Numbers = np.flatnonzero((states != FREE) & (states != CONTINUATION))
         self._reasons = np.zeros(len(self._heads), np.uint8)
@@ -183,7 +185,8 @@ class Adoption:
         all_rows, owners = self._extents()
         odd = rows.generations[all_rows] & 1 == 1
         self._blame_owners(owners, (reserved[owners] & ~odd) | (committed[owners] & odd), "torn_generation")
-        self._blame_owners(owners, ~self._in_arena(all_rows), "torn_extent")
+        self._blame_owners(owners, ~self._in_arena(all_rows), "beyond_capacity")
+        self._blame_owners(owners, ~self._within(all_rows, self._part_ends), "torn_extent")
 
     def _has_writer(self) -> _Flags:
         """Return which rows an engine may still commit. Rows for I/O workers to fill are not committed any more."""
@@ -207,11 +210,15 @@ class Adoption:
 
     def _in_arena(self, all_rows: _Numbers) -> _Flags:
         """Return which extents lie whole in one room."""
+        return self._within(all_rows, self._room_ends)
+
+    def _within(self, all_rows: _Numbers, part_ends: _Numbers) -> _Flags:
+        """Return which extents lie whole in one part of the data, up to its end here."""
         rows, size = self._rows, np.uint64(self._end)
         offsets, lengths = rows.offsets[all_rows], rows.lengths[all_rows]
         sane = (offsets < size) & (lengths > 0) & (lengths <= size)
         inside: _Flags = sane & (offsets % self._rooms.granule_bytes == 0)
-        inside[inside] = self._ends(all_rows[inside]) <= self._room_ends[self._room_numbers(all_rows[inside])]
+        inside[inside] = self._ends(all_rows[inside]) <= part_ends[self._room_numbers(all_rows[inside])]
         return inside
 
     def _room_numbers(self, rows: _Numbers) -> _Numbers:

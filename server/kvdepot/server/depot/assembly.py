@@ -114,7 +114,7 @@ class Assembly:
             tree, ram, self._tiering.promotions, share=config.prefetch_share, seconds=config.lease_deadline_seconds
         )  # fmt: skip
         self._what_ifs = WhatIfs(
-            ram, tables.layout.data_bytes, tree.disks, config, tables.layout.rows, clock, self._guard
+            ram, ram.data_bytes, tree.disks, config, tables.layout.rows, clock, self._guard
         )  # fmt: skip
         self.records = Records(tree.namespaces, clock, request_over, self._what_ifs.asked)
         sources = {"ram", *(holding.tier.name for holding in tree.tiers)}
@@ -192,7 +192,7 @@ class Assembly:
         tier = TierStatus(
             name="ram",
             kind="ram",
-            capacity_bytes=self._tables.layout.data_bytes,
+            capacity_bytes=ram.data_bytes,
             ready_bytes=ram.rooms.ready_bytes,
             used_bytes=ram.rooms.used_bytes,
             lent_bytes=ram.lent_bytes(),
@@ -223,7 +223,7 @@ class Assembly:
     def tier_bytes(self) -> dict[str, int]:
         """Return the capacity of each tier by its name, RAM first."""
         lower = {tier.name: tier.capacity_bytes for tier in self._tiering.statuses()}
-        return {"ram": self._tables.layout.data_bytes} | lower
+        return {"ram": self._ram.data_bytes} | lower
 
     def configure(self, config: DepotConfig, tiers: Mapping[str, TierConfig]) -> None:
         """Use other limits and policies from now on; `tiers` by name. The eviction policy stays the one of the start.

@@ -158,6 +158,12 @@ class AdoptionReport:
     leases: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
 
+    def __str__(self) -> str:
+        return (
+            f"{self.kept} committed, {self.detached} waiting for disk tiers, {self.reserved} reserved, "
+            f"{self.pinned} lent; {self.sessions} sessions, {self.leases} leases; dropped {self.dropped}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:

@@ -20,12 +20,12 @@ from kvdepot.core.errors import ArenaInUse, ConfigError
 from kvdepot.server.arena.arena_file import (
     NOTHING_KEPT,
     ArenaFile,
-    ArenaRequest,
     KeptFiles,
     Origin,
     describe,
     open_arena,
 )
+from kvdepot.server.arena.arena_request import ArenaRequest
 from kvdepot.server.arena.populate import PIECE_BYTES, Growth, Populator
 from kvdepot.server.config.memory_room import Room
 from kvdepot.server.depot.types import Liveness, ProcessIdentity

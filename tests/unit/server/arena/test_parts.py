@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvdepot.server.arena.arena_file import NOTHING_KEPT, ArenaFile, ArenaRequest, KeptFiles, check_arena, open_arena
+from kvdepot.server.arena.arena_file import NOTHING_KEPT, ArenaFile, KeptFiles, check_arena, open_arena
+from kvdepot.server.arena.arena_request import ArenaRequest
 from kvdepot.server.depot.types import Liveness
 
 MIB = 1 << 20
@@ -65,7 +66,7 @@ def test_all_parts_are_adopted(request_: ArenaRequest) -> None:
     second = opened(request_, kept(first))
     assert (second.origin.value, second.superblock.version) == ("adopted", 4)
     assert inodes(second) == inodes(first) and (second.data[0], second.data[8 * MIB]) == (1, 2)
-    assert check_arena(request_, BOOT, kept(second)) == ""
+    assert not check_arena(request_, BOOT, kept(second)).loss
     for arena in (first, second):
         arena.close()
 
@@ -94,7 +95,7 @@ def test_other_tenants_or_sizes_make_another_arena_and_the_price_is_told(request
     first = opened(request_)
     other = divided(request_, others[change])
     why = "its tenants, or the sizes of their parts, change"
-    assert check_arena(other, BOOT, kept(first)) == why
+    assert check_arena(other, BOOT, kept(first)).loss == why
     second = opened(other, kept(first))
     assert (second.origin.value, second.note) == ("recreated", why)
     assert not any(os.fstat(fd).st_blocks for fd in first.files[1:]), "its memory is free"

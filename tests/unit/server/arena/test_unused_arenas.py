@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from kvdepot.core.errors import ArenaInUse, NotFound
 from kvdepot.server.arena import holder, holding
-from kvdepot.server.arena.arena_file import ArenaFile, ArenaRequest, arena_paths, open_arena
+from kvdepot.server.arena.arena_file import ArenaFile, open_arena
+from kvdepot.server.arena.arena_request import ArenaRequest, arena_paths
 from kvdepot.server.arena.holding import Connection, hold_path, listen
 from kvdepot.server.arena.unused_arenas import find_arenas, look_at, remove_arena
 from kvdepot.server.config import arena_directory

@@ -127,8 +127,8 @@ def test_what_needs_a_restart_is_refused_by_name_and_nothing_is_changed(
     ("before", "after", "empties", "quota"),
     [
         ('"2GiB"', '"3GiB"', True, True),
-        ('path = "/d"\ncapacity = "1GiB"', 'path = "/d"\ncapacity = "32GiB"', True, True),
-        ('path = "/d"', 'path = "/d"\ncodec = "lz4"', True, False),
+        ('path = "/d"\ncapacity = "1GiB"', 'path = "/d"\ncapacity = "32GiB"', False, True),
+        ('path = "/d"', 'path = "/d"\ncodec = "lz4"', False, False),
         ('path = "/s"\ncapacity = "1GiB"', 'path = "/s"\ncapacity = "1025MiB"', False, False),
         ('path = "/d"', 'path = "/d"\ndeadline = "9s"', False, False),
     ],

@@ -258,6 +258,19 @@ def test_the_price_of_another_size_is_told_before_it_is_paid(host: Host, capfd: 
     assert "warning: RAM will begin empty, because the arena is replaced: its size" in capfd.readouterr().out
 
 
+@pytest.mark.requirement("T6")
+def test_a_changed_tier_keeps_ram_and_the_rest_is_told(host: Host, capfd: pytest.CaptureFixture[str]) -> None:
+    def told(size: str, tier: str) -> str:
+        assert app.main(["check-config", str(host.config(f'---capacity = "{size}"{tier}'))]) == 0
+        return capfd.readouterr().out
+
+    tier = "---" + TIER.format(name="d", path=host.base / "tier")
+    assert judged("serve", host.config('---capacity = "700MiB"'), capfd)[0] == 0
+    assert "warning: the next start keeps RAM, but RAM shrinks from" in told("700MiB", tier)
+    assert "RAM" not in told("700MiB", "")
+    assert "warning: RAM will begin empty" in told("800MiB", tier)
+
+
 def test_everything_that_this_host_lacks_is_named(host: Host, capfd: pytest.CaptureFixture[str]) -> None:
     text = 'listen = ["unix:///run/no-kvdepot/k.sock"]\ngroup = "no-such-group"---capacity = "900TiB"'
     assert app.main(["check-config", "--any-host", str(host.config(text))]) == 0

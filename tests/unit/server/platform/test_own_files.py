@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from kvdepot.core.errors import ConfigError, KvDepotError
-from kvdepot.server.arena.arena_file import ArenaRequest, open_arena
+from kvdepot.server.arena.arena_file import open_arena
+from kvdepot.server.arena.arena_request import ArenaRequest
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.schema import Tables
 from kvdepot.server.daemon.start_checks import lock_file

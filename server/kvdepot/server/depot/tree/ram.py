@@ -54,7 +54,7 @@ class RamTier:
         self.rows = Rows(tables, run)
         self.detached = Detached(self.rows)
         self.lent = LentTable(tables)
-        self.rooms = Rooms(layout, self.rows, tenants)
+        self.rooms = Rooms(tables, self.rows, tenants)
         self.rounded = self.rooms.rounded
         self.pins = PinTable(layout.rows, counters, self.part_of, len(self.rooms))
         self._prefetch_pinned, self._user_pinned = self.pins.prefetch.pinned, self.pins.user.pinned
@@ -65,7 +65,7 @@ class RamTier:
         self._namespaces = tree.namespaces
         self._counters = counters
         self._give_way = give_way
-        self.data_bytes = layout.data_bytes
+        self.data_bytes = self.rooms.size_bytes
         self.unverified = 0  # adopted objects not yet verified
         self.pending_checksums = 0  # committed objects without a sum
         self.objects = 0  # committed objects

@@ -12,18 +12,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.allocator import Extent, ExtentAllocator
-from kvdepot.core.arena import ArenaLayout
+from kvdepot.core.arena import ArenaTables
 from kvdepot.server.depot.tree.rows import Rows
 
 
 class Room:
-    """One part. `slots`: of the namespaces that lie there; None: all."""
+    """One part, or what may be used of it. `slots`: of the namespaces that lie there; None: all."""
 
-    def __init__(self, number: int, start: int, size_bytes: int, rows: Rows, rows_max: int, *, alone: bool) -> None:
+    def __init__(
+        self, number: int, start: int, part_bytes: int, size_bytes: int, rows: Rows, rows_max: int, *, alone: bool
+    ) -> None:  # fmt: skip
         self.number = number
         self.start = start
-        self.end = start + size_bytes
+        self.end = start + part_bytes
         self.size_bytes = size_bytes
+        self.used_end = start + size_bytes
+        """What was adopted may lie from here to `end`, while it is lent."""
         self.allocator = ExtentAllocator(start, size_bytes)
         self.slots: set[int] | None = None if alone else set()
         self.rows_max = rows_max
@@ -78,11 +82,14 @@ class Room:
 class Rooms:
     """All rooms. `tenants`: those of the parts, where there are several. A granule is the same everywhere."""
 
-    def __init__(self, layout: ArenaLayout, rows: Rows, tenants: Sequence[str]) -> None:
+    def __init__(self, tables: ArenaTables, rows: Rows, tenants: Sequence[str]) -> None:
+        layout = tables.layout
         several = len(layout.parts) > 1
         self._rooms = [
-            Room(number, start, size, rows, rows.count * size // layout.data_bytes, alone=not several)
-            for number, (start, size) in enumerate(zip(layout.part_starts, layout.parts, strict=True))
+            Room(number, start, size, used, rows, rows.count * size // layout.data_bytes, alone=not several)
+            for number, (start, size, used) in enumerate(
+                zip(layout.part_starts, layout.parts, tables.room_bytes, strict=True)
+            )
         ]
         self._starts = list(layout.part_starts)
         self._first = self._rooms[0]
@@ -101,6 +108,10 @@ class Rooms:
 
     def __getitem__(self, number: int) -> Room:
         return self._rooms[number]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(room.size_bytes for room in self._rooms)
 
     @property
     def ready_bytes(self) -> int:
@@ -143,5 +154,7 @@ class Rooms:
     def free(self, offset: int, length: int) -> None:
         """Give one extent back, with its row."""
         room = self.at(offset)
+        if offset + length > room.used_end:  # adoption has not claimed it
+            return
         room.allocator.free(offset, length)
         room.rows_used -= 1
