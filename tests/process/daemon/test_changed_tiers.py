@@ -202,7 +202,7 @@ def test_an_engine_that_reads_beyond_the_new_capacity_sees_its_bytes_and_no_vali
     node.start()
     with RawEngine(node.socket, spec=spec) as engine:
         prompts = fill(engine)
-        leases = {}
+        leases: dict[bytes, list[tuple[int, ...]]] = {}
         for keys in reversed(prompts):  # the last lie at the end
             _, outcome, extents = engine.acquire(keys)
             if outcome is AcquireOutcome.GRANTED:
@@ -211,8 +211,8 @@ def test_an_engine_that_reads_beyond_the_new_capacity_sees_its_bytes_and_no_vali
         assert "arena keeps memory beyond its capacity until the next start" in log
         capacity = status_of(node.socket).tiers[0].ready_bytes
         beyond = 0
-        for key, extents in leases.items():
-            for _, row, offset, length, generation in extents:
+        for key, granted in leases.items():
+            for _, row, offset, length, generation in granted:
                 outside = offset + length > capacity
                 beyond += outside
                 assert (engine.generations[row] == generation) is not outside

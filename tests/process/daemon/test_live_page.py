@@ -86,7 +86,7 @@ def test_long_names_and_large_figures_fit_on_a_phone_and_are_text(browser: Brows
     live["last_hour"]["misses"] = {f"reason-{evil}-{number}": 1e15 for number in range(40)}
     request = {
         "seconds_ago": 1e6, "outcome": "HIT", "prompt_tokens": 10**9, "local_tokens": 0, "loaded_tokens": 10**9,
-        "source": "n" * 32, "reason": evil,
+        "source": "n" * 32, "reason": evil, "answer": evil + "x" * 300, "fix": evil + "y" * 300,
     }  # fmt: skip
     live["requests"] = [request] * 10
     browser.call("Page.addScriptToEvaluateOnNewDocument", source=(
@@ -103,7 +103,42 @@ def test_long_names_and_large_figures_fit_on_a_phone_and_are_text(browser: Brows
     assert "not enough sampled requests yet (7 of 200)" in curves
     assert curves.count("(at most)") == 1
     assert curves.count("or more") == 1
+    browser.value("document.querySelectorAll('#requests button').forEach((one) => one.click())")
+    assert browser.value("document.querySelectorAll('#requests .told:not([hidden])').length") == 10
+    assert browser.value(OVERFLOW) == 0
+    assert browser.value("document.images.length") == 0
     assert "3 without all ranks" in browser.value("document.body.innerText")
+    assert browser.complaints == []
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.requirement("O5")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_request_that_is_selected_says_why_it_missed_and_what_to_do(
+    browser: Browser, daemon: DaemonProcess, width: int
+) -> None:
+    with RawEngine(daemon.socket, "<b>engine</b>") as engine:
+        engine.locate(keys_of("never stored", 2), request="<b>request</b>")
+        engine.end_request("<b>request</b>")
+        browser.open(f"{daemon.metrics}/", width=width)
+        browser.wait_for(f"{SHOWN} && document.querySelector('#requests button') !== null")
+        why = "document.querySelector('#requests .told')"
+        assert browser.value(f"{why}.hidden") is True
+        with urlopen(f"{daemon.metrics}/live.json") as answer:
+            told = json.load(answer)["requests"][0]
+        browser.value("document.querySelector('#requests button').click()")
+        assert browser.value("document.querySelector('#requests button').getAttribute('aria-expanded')") == "true"
+        assert told["answer"]
+        assert browser.value(f"{why}.innerText").startswith(told["answer"])
+        assert browser.value("document.getElementById('paused').checkVisibility()") is True
+        assert browser.value(OVERFLOW) == 0
+        renewed = browser.value("document.getElementById('daemon').textContent")
+        browser.wait_for(f"document.getElementById('daemon').textContent !== {json.dumps(renewed)}")
+        assert browser.value(f"{why}.hidden") is False, "a page that renews itself leaves it open"
+        browser.value("document.querySelector('#requests button').click()")
+        assert browser.value(f"{why}.hidden") is True
+        assert browser.value("document.getElementById('paused').checkVisibility()") is False
+    assert "request</b>" not in browser.value("document.documentElement.innerHTML")
     assert browser.complaints == []
 
 

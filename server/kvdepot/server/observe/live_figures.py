@@ -6,8 +6,10 @@ The HTTP port has no identity, so nothing here names a namespace, a model, an en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+from kvdepot.core.explanation import answer, fix_of
 from kvdepot.core.health import DISABLED, HOUR
 from kvdepot.core.hit_rate import PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS, HitRate
 from kvdepot.core.misses import MissReason
@@ -160,13 +162,28 @@ def _what_if(found: WhatIfStatus) -> dict[str, Any]:
 
 def _request(record: RequestRecord, sources: set[str]) -> dict[str, Any]:
     """Return a request without its ids. Texts that its engine has written are shown only if they are known words."""
-    end = record.end
+    shown = _without_names(record, sources)
+    end = shown.end
     return {
         "seconds_ago": record.began_seconds_ago,
         "outcome": record.outcome.value,
         "prompt_tokens": end.prompt_tokens if end else 0,
         "local_tokens": end.local_tokens if end else 0,
         "loaded_tokens": end.loaded_tokens if end else 0,
-        "source": end.source if end and end.source in sources else "",
-        "reason": end.miss if end and end.miss in _REASONS else "",
+        "source": end.source if end else "",
+        "reason": end.miss if end else "",
+        "answer": answer(shown),
+        "fix": fix_of(shown),
     }
+
+
+def _without_names(record: RequestRecord, sources: set[str]) -> RequestRecord:
+    """Return a record that can be explained to everybody: of no other namespace, and without an engine's own words."""
+    lookup, end = record.lookup, record.end
+    if lookup is not None and lookup.miss == MissReason.OTHER_NAMESPACE:
+        lookup = replace(lookup, miss="")
+    if end is not None:
+        miss = end.miss if not end.miss or end.miss in _REASONS else MissReason.OTHER
+        miss = MissReason.UNKNOWN if miss == MissReason.OTHER_NAMESPACE else miss
+        end = replace(end, source=end.source if end.source in sources else "", miss=miss)
+    return replace(record, lookup=lookup, end=end)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from kvdepot.client.ctl.explaining import FIX, MEANING, answer, record_lines, table_lines
+from kvdepot.client.ctl.explaining import record_lines, table_lines
 from kvdepot.core.calls import RequestEnd
+from kvdepot.core.explanation import FIX, MEANING, answer
 from kvdepot.core.misses import UNASKED_REASONS, UNHEARD_REASONS, MissReason
 from kvdepot.core.records import LoadRecord, Lookup, Outcome, RequestRecord
 

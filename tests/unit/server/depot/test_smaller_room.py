@@ -29,7 +29,7 @@ def full_rig(**options: object) -> Rig:
 
 def beyond(rig: Rig) -> list[int]:
     rows = rig.depot._ram.rows
-    return np.flatnonzero((rows.states != 0) & (rows.offsets >= ROOM)).tolist()
+    return [int(row) for row in np.flatnonzero((rows.states != 0) & (rows.offsets >= ROOM))]
 
 
 def shrink(rig: Rig) -> None:

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 from kvdepot.core.calls import RequestEnd
+from kvdepot.core.explanation import FIX, MEANING
 from kvdepot.core.health import CHECKS, health
-from kvdepot.core.records import RequestRecord
+from kvdepot.core.misses import MissReason
+from kvdepot.core.records import Lookup, RequestRecord
 from kvdepot.core.report import CapacityFactor, DaemonStatus, SessionStatus, SwitchesStatus, WhatIfStatus
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.observe.live_figures import LiveFigures
@@ -108,7 +110,36 @@ def test_nothing_names_a_namespace_a_model_an_engine_or_a_request() -> None:
         ("LOADS_OFF", "for 2 namespaces"), ("STORES_OFF", "for 1 namespace"),
     ]  # fmt: skip
     assert found["engines"] == {"attached": 100, "incomplete": 50, "ranks": 200, "ranks_attached": 150}
-    assert [(one["source"], one["reason"]) for one in found["requests"]] == [("", ""), ("", "unknown"), ("", "")]
+    assert [(one["source"], one["reason"]) for one in found["requests"]] == [("", "other"), ("", "unknown"), ("", "")]
+
+
+@pytest.mark.requirement("O5")
+def test_a_request_is_explained_in_the_sentences_of_explain_and_without_names() -> None:
+    def ask(end: RequestEnd | None, miss: str = "") -> tuple[str, str]:
+        lookup = Lookup(4, 384, 1536, 2, {}, 0, 0, miss=miss, missing_key=b"\xab" * 16, other_namespace=b"\xab" * 32)
+        record = replace(_ended(end), lookup=lookup, differences=(SECRET,), chunk_tokens=384)
+        (shown,) = _live(Counters(), Clock(), STATUS, record).figures()["requests"]
+        assert SECRET not in json.dumps(shown) and "abab" not in json.dumps(shown)
+        return shown["answer"], shown["fix"]
+
+    for reason in sorted(set(MissReason) - {MissReason.OTHER_NAMESPACE, MissReason.TIMED_OUT, MissReason.TOO_SHORT}):
+        assert ask(RequestEnd(miss=reason, prompt_tokens=9)) == (f"{reason}: {MEANING[reason]}", FIX[reason])
+    told = ask(RequestEnd(miss="too_short", prompt_tokens=9))
+    assert told == ("prompt of 9 tokens, a chunk has 384", FIX[MissReason.TOO_SHORT])
+    known = ask(RequestEnd(loaded_tokens=5, prompt_tokens=9, source="ram", load_seconds=0.01), "evicted")
+    assert known == ("5 of 9 tokens from ram in 10 ms; the rest: evicted", FIX[MissReason.EVICTED])
+    assert ask(None)[0] == "0 tokens were offered; the engine was gone before it could report"
+    forged = ask(RequestEnd(loaded_tokens=5, prompt_tokens=9, source=SECRET, miss=SECRET))
+    assert forged == ("5 of 9 tokens; the rest: other", FIX[MissReason.OTHER])
+
+
+@pytest.mark.requirement("O5", "S1")
+def test_the_page_says_nothing_of_another_namespace_that_has_the_prompt() -> None:
+    lookup = Lookup(4, 384, 1536, 2, {}, 0, 0, miss="other_namespace", other_namespace=b"\xab" * 32)
+    for miss in ("unknown", "other_namespace"):
+        record = replace(_ended(RequestEnd(miss=miss, prompt_tokens=9)), lookup=lookup)
+        (shown,) = _live(Counters(), Clock(), STATUS, record).figures()["requests"]
+        assert shown["reason"] == "unknown" and "namespace" not in shown["answer"] + shown["fix"]
 
 
 def test_no_text_of_any_problem_names_a_namespace_or_an_engine() -> None:

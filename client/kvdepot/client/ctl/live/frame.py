@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvdepot.client.ctl.explaining import MEANING, answer, table_lines
+from kvdepot.client.ctl.explaining import table_lines
 from kvdepot.client.ctl.live.drawing import bar, cell
 from kvdepot.client.ctl.live.traffic import traffic
 from kvdepot.client.ctl.overview import filled, short_letters, state_of, verdict_lines
 from kvdepot.client.ctl.rates import Rates
+from kvdepot.core.explanation import MEANING, answer
 from kvdepot.core.misses import miss_reason
 from kvdepot.core.printable import printable
 from kvdepot.core.records import Outcome
