@@ -32,7 +32,7 @@ def seed() -> int:
 
 @pytest.mark.requirement("T2", "I1")
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("write", POLICIES)
+@pytest.mark.parametrize("write", ["commit", pytest.param("second_use", marks=pytest.mark.long(seconds=25)), "evict"])
 def test_the_daemon_is_killed_at_random_moments(write: str, seed: int) -> None:
     _kill_again_and_again(write, seed, _KILLS[write])
 

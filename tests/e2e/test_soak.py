@@ -14,7 +14,7 @@ from tests.soak.engines import MIB, SOAKED, soak_fleet
 from tests.soak.judge import Memory
 from tests.soak.soak import Soak
 
-SOAKS = [(90, 400), pytest.param(300, 2000, marks=pytest.mark.long(seconds=330))]
+SOAKS = [(60, 250), pytest.param(300, 2000, marks=pytest.mark.long(seconds=330))]
 """Seconds and requests, at least. Only in the longer one a process lives long enough to see that its memory is flat."""
 
 

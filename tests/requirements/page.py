@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from tests.rigs.syntax import parsed
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = ROOT / "docs" / "requirements.md"
 _ROW: Final = re.compile(r"^- \*\*([A-Z]\d+[a-z]?)\*\*: (.*(?:\n  .*)*)", re.MULTILINE)
@@ -51,9 +53,8 @@ def marked() -> dict[str, list[Shown]]:
     """Return the tests by the ids of their markers, in the order of files and lines."""
     tests: dict[str, list[Shown]] = defaultdict(list)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        text = path.read_text()
-        if _MARKER in text:
-            for test, ids in _marks(ast.parse(text), path):
+        if _MARKER in path.read_text():
+            for test, ids in _marks(parsed(path), path):
                 for row in ids:
                     tests[row].append(Shown(str(path.relative_to(ROOT)), test))
     return tests

@@ -88,7 +88,7 @@ def _are_served(daemon: DaemonProcess) -> bool:
 
 @needs_root
 @pytest.mark.requirement("I8")
-@pytest.mark.parametrize("kind", ["directory", "link"])
+@pytest.mark.parametrize("kind", [pytest.param("directory", marks=pytest.mark.long(seconds=10)), "link"])
 def test_a_stranger_who_takes_the_names_first_stops_no_start_and_ends_no_ram(daemon: DefaultPlace, kind: str) -> None:
     daemon.start_as_before()
     daemon.kill()
@@ -112,6 +112,7 @@ def test_a_stranger_who_takes_the_names_first_stops_no_start_and_ends_no_ram(dae
 
 
 @pytest.mark.requirement("I8")
+@pytest.mark.long(seconds=15)
 def test_the_arena_of_an_earlier_version_and_its_settings_are_adopted(daemon: DefaultPlace) -> None:
     daemon.config = "[ram]\nsealed = false\n"  # earlier versions had files alone
     daemon.start_as_before()

@@ -196,6 +196,7 @@ def test_a_planted_object_does_not_keep_a_store_out(nodes: Nodes) -> None:
 
 
 @pytest.mark.requirement("S5", "T3")
+@pytest.mark.long(seconds=20)
 def test_an_upgrade_heals_and_a_node_that_was_left_out_deletes_nothing(nodes: Nodes) -> None:
     plain = nodes.start()
     nodes.store(plain, keys_of("old", 1))
@@ -222,6 +223,7 @@ def test_an_upgrade_heals_and_a_node_that_was_left_out_deletes_nothing(nodes: No
 
 
 @pytest.mark.requirement("S5", "T9")
+@pytest.mark.long(seconds=16)
 def test_a_key_is_changed_while_both_daemons_run(nodes: Nodes) -> None:
     first, second = nodes.start(OLD), nodes.start(OLD)
     nodes.store(first, keys_of("before", 1))

@@ -166,6 +166,7 @@ def _ram_bytes(daemon: DaemonProcess) -> int:
 
 
 @pytest.mark.requirement("S4", "I4")
+@pytest.mark.long(seconds=20)
 def test_a_process_that_attaches_under_ever_new_ids_keeps_nobody_out(
     daemon: DaemonProcess, honest: OtherUser, hostile: OtherUser
 ) -> None:

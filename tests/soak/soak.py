@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,6 +33,8 @@ REST_SECONDS = 100.0
 SAMPLE_SECONDS = 2.0
 TICK_SECONDS = 0.02
 FINDINGS_MAX = 5
+AGAIN = 4
+"""Prompts that each engine is asked twice at the end. Their objects fit beside those of the tenant's other engine."""
 
 
 class Violation(Exception):  # noqa: N818 - it says what was found
@@ -94,6 +96,7 @@ class Soak:
         self._plant = plant
         self._asking = True  # until the load ends
         self._deck: list[Callable[[], None]] = []  # faults to come, in an order that was drawn: none is left out
+        self._all_faults = plant  # whether each has happened; a run that plants has another one
         self._rested_at = 0.0  # then the next engine is killed
         self._say = say
         self._memory = Memory()
@@ -126,12 +129,16 @@ class Soak:
     # --- the run
 
     def run(self, seconds: float, *, requests_min: int = 0) -> Outcome:
-        """Load for so long, and until so many requests have been judged."""
+        """Load for so long, until so many requests have been judged, and until each fault has happened."""
         began = time.monotonic()
         self._rested_at = began + FIRST_KILL_SECONDS
         fault_at = began + FAULT_SECONDS
         sample_at = began
-        while (now := time.monotonic()) < began + seconds or self.outcome.counts["requests"] < requests_min:
+        while (
+            (now := time.monotonic()) < began + seconds
+            or self.outcome.counts["requests"] < requests_min
+            or not self._all_faults
+        ):
             for one in self._driven.values():
                 self._drive(one)
             if now >= fault_at:
@@ -203,6 +210,7 @@ class Soak:
                 self._deck = [self._abort] * 6 + [self._reset] * 3 + [self._kill_daemon] * 2
                 self._faults.shuffle(self._deck)
             self._deck.pop()()
+            self._all_faults = self._all_faults or not self._deck
 
     def _some(self) -> tuple[Driven, Engine] | None:
         alive = [(one, one.engine) for one in self._driven.values() if one.engine is not None]
@@ -305,18 +313,27 @@ class Soak:
             raise Violation(f"sessions of {[one.engine_id for one in status.sessions]} for {len(self._driven)} engines")
 
     def _serve_once_more(self, one: Driven) -> None:
-        """All prompts again, on an empty cache; the daemon has some of them."""
+        """All prompts again, the longest last, then those once more, each time on an empty cache.
+
+        Quotas may have left none of this engine's objects of the load. What it has just stored is there.
+        """
         assert one.engine is not None
-        one.engine.reset_prefix_cache(60.0)
+        which = sorted(range(len(one.prompts.prompts)), key=lambda prompt: len(one.prompts.prompts[prompt]))
+        self._answer(one, one.engine, which)
         before = one.engine.totals()
-        for which, done in enumerate(one.engine.generate(one.prompts.prompts, OUTPUT_TOKENS)):
-            trouble = token_trouble(done, one.prompts.cold[which] if SOAKED[one.name].exact else done.tokens)
+        self._answer(one, one.engine, which[-AGAIN:])
+        if not one.engine.totals().since(before).external_tokens:
+            raise Violation(f"{one.name} is not served what it has just stored")
+        self._count_preemptions(one.engine)
+
+    def _answer(self, one: Driven, engine: Engine, which: Sequence[int]) -> None:
+        self._fleet.forget(engine)
+        asked = [one.prompts.prompts[prompt] for prompt in which]
+        for prompt, done in zip(which, engine.generate(asked, OUTPUT_TOKENS), strict=True):
+            trouble = token_trouble(done, one.prompts.cold[prompt] if SOAKED[one.name].exact else done.tokens)
             if trouble:
                 raise Violation(f"{one.name}, at the end: {trouble}")
             self.outcome.counts["requests"] += 1
-        if not one.engine.totals().since(before).external_tokens:
-            raise Violation(f"{one.name} is served nothing any more")
-        self._count_preemptions(one.engine)
 
     def close(self) -> None:
         self._starter.shutdown(wait=True)

@@ -172,7 +172,7 @@ class World:
 
 
 @pytest.mark.requirement("I4", "T3")
-@pytest.mark.parametrize("seed", drawn(range(2)))
+@pytest.mark.parametrize("seed", [*drawn([0]), *drawn([1], [pytest.mark.long(seconds=15)])])
 def test_coordinators_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     world = World(tmp_path / "shared", seed, monkeypatch)
     for node in world.nodes:

@@ -173,12 +173,15 @@ def _drift() -> tuple[World, Callable[[], None]]:
     return world, lambda: compare(world.rig)
 
 
-SCENES = (_reserve, _commit, _abandon, _abandon_expired, _evict, _die, _crash, _audit, _audited, _drift)
+SCENES = (_reserve, _commit, _abandon, _abandon_expired, _evict, _die, _audited, _drift)
+LARGE_SCENES = (_crash, _audit)
 
 
 @pytest.mark.requirement("I1a", "T1")
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize(
+    "scene", [*SCENES, *(pytest.param(scene, marks=pytest.mark.long(seconds=50)) for scene in LARGE_SCENES)]
+)
 def test_a_kill_at_each_line_in_turn(scene: Callable[[], tuple[World, Callable[[], None]]]) -> None:
     """Every line of each change to an object of several extents, also of adoption itself."""
     lines, killed = 0, True

@@ -37,7 +37,7 @@ class QuotaModel(TierModel):
 
 
 QuotaModel.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestQuotaModel = QuotaModel.TestCase
 

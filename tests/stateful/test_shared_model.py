@@ -16,7 +16,7 @@ from tests.stateful.tier_model import act
 @pytest.mark.requirement("T3", "I1", "I6", "I7")
 @pytest.mark.parametrize("policy", list(WritePolicy))
 @pytest.mark.parametrize("beside_a_disk", [False, True])
-@pytest.mark.parametrize("seed", drawn(range(2)))
+@pytest.mark.parametrize("seed", [*drawn([0]), *drawn([1], [pytest.mark.long(seconds=6)])])
 def test_two_nodes_on_one_directory_never_get_wrong_bytes(seed: int, beside_a_disk: bool, policy: WritePolicy) -> None:
     """Look-ups, hangs, vanished and damaged files, kills and reboots on both."""
     random = Random(seed)

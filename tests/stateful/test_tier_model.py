@@ -23,7 +23,7 @@ PLACE_ACTIONS = (*ACTIONS, "place", "place", "place", "acquire", "acquire")
 
 
 TierModel.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestTierModel = TierModel.TestCase
 

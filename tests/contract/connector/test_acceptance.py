@@ -33,7 +33,7 @@ def counted(engine: ScriptedEngine, kv: str) -> tuple[int, int]:
 
 @pytest.mark.requirement("C6")
 @pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.long(seconds=25)), "mtp"])
 def test_draft_tokens_are_counted_as_vllm_counts_them(make: Make, method: str, runs_ahead: bool) -> None:
     for kv in ("computed", "loaded"):
         engine = make(DraftingEngine, method=method, draft_tokens=3, runs_ahead=runs_ahead)

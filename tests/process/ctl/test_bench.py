@@ -74,6 +74,7 @@ def test_each_tier_both_ways_beside_what_there_is_and_nothing_is_left(daemon: Da
     assert not list(directory.rglob(f"{TEMPORARY}*"))
 
 
+@pytest.mark.long(seconds=6)
 def test_the_chunk_is_by_default_that_of_an_engine(daemon: DaemonProcess) -> None:
     with RawEngine(daemon.socket) as engine:
         found = benched(daemon, "--bytes", "6MiB")

@@ -69,6 +69,7 @@ def test_verbs_and_options_are_completed(script: Path) -> None:
     assert completed(script, nobody, "completion", "") == ["bash", "zsh", "fish"]
 
 
+@pytest.mark.long(seconds=8)
 def test_namespaces_and_chunks_are_completed_from_the_daemon(
     script: Path, daemon: DaemonProcess, engine: RawEngine
 ) -> None:

@@ -183,6 +183,7 @@ def test_what_a_reboot_would_forget_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("P6")
+@pytest.mark.long(seconds=10)
 def test_nodes_of_a_shared_directory_share_when_their_counters_are_equal(tmp_path: Path) -> None:
     (tmp_path / "pool").mkdir()
     config = TIER.format(kind="shared", path=tmp_path / "pool") + SHARED

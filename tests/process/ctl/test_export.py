@@ -307,6 +307,7 @@ def test_what_is_damaged_in_ram_is_not_exported_as_if_it_were_whole(source: Daem
     assert said.startswith("exported 9 objects") and said.endswith("left out: 1 damaged, 2 path")
 
 
+@pytest.mark.long(seconds=6)
 def test_what_an_operator_has_made_void_or_switched_off(
     source: DaemonProcess, target: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -333,6 +334,7 @@ def test_what_is_stored_after_an_epoch_bump_goes_both_ways(source: DaemonProcess
 
 
 @pytest.mark.requirement("I4")
+@pytest.mark.long(seconds=8)
 def test_credit_and_room_that_are_smaller_than_the_file(tmp_path: Path) -> None:
     with DaemonProcess(ram="512MiB") as source:
         name, file = dense(source), tmp_path / "warm.kvdx"
@@ -391,6 +393,7 @@ def test_a_pipe_that_nobody_reads_is_said_in_a_line(source: DaemonProcess) -> No
     assert giving.wait(patient(30)) == 1
 
 
+@pytest.mark.long(seconds=6)
 def test_what_a_quota_refuses_is_left_out_and_the_rest_is_there(directory: Path, tmp_path: Path) -> None:
     """Twelve chunks that only a disk has; RAM may have four of them at once."""
     config = (

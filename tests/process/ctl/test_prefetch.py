@@ -90,6 +90,7 @@ def test_a_path_and_then_a_namespace_are_in_ram_before_an_engine_asks(daemon: Da
 
 
 @pytest.mark.requirement("I4")
+@pytest.mark.long(seconds=8)
 def test_within_the_share_and_neither_pins_nor_leases_are_evicted_for_it(directory: Path) -> None:
     with DaemonProcess(ram="512MiB", config=config(directory, share=0.01)) as daemon:
         name = fill(daemon)

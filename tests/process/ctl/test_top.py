@@ -292,6 +292,7 @@ def test_a_terminal_without_color_or_orders_gets_none(new_daemon: DaemonProcess)
         assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.long(seconds=8)
 def test_a_daemon_that_hangs_or_has_ended_is_waited_for_alike(new_daemon: DaemonProcess) -> None:
     command = [*COMMAND[:3], "--timeout", "3", "--endpoint", new_daemon.endpoint, "top", "--json", "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

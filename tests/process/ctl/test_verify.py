@@ -188,6 +188,7 @@ def test_an_interrupt_ends_it_in_the_daemon_too_and_there_is_one_at_a_time(
     assert {tier: sound(one) for tier, one in verified(daemon).items()} == {"ram": 11, "nvme": 11}
 
 
+@pytest.mark.long(seconds=6)
 def test_progress_is_shown_on_a_terminal(daemon: DaemonProcess, engine: RawEngine) -> None:
     terminal, its = pty.openpty()
     command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint", daemon.endpoint, "verify"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from urllib.request import urlopen
 
+import pytest
 from kvdepot.core.what_if import REQUESTS_MIN
 
 from tests.rigs.ctl_process import kvdepotctl
@@ -22,6 +23,7 @@ def seen(daemon: DaemonProcess) -> int:
     return found
 
 
+@pytest.mark.long(seconds=15)
 def test_the_curve_of_a_daemon_is_shown_everywhere_once_there_are_enough_requests(new_daemon: DaemonProcess) -> None:
     early = kvdepotctl(new_daemon, "what-if")
     assert early.returncode == 1, early

@@ -154,7 +154,7 @@ def test_an_engine_that_disconnects_and_lives_keeps_its_session(daemon: DaemonPr
 
 
 @pytest.mark.requirement("I6")
-@pytest.mark.parametrize("level", ["1", "2"])
+@pytest.mark.parametrize("level", [pytest.param("1", marks=pytest.mark.long(seconds=6)), "2"])
 def test_an_engine_that_proc_hides_is_served_and_known_by_its_pidfd(level: str) -> None:
     """/proc mounted with hidepid, and the engine another user's: hidepid=1 denies, hidepid=2 shows nothing."""
     with DaemonProcess() as daemon:

@@ -148,6 +148,7 @@ def refused(host: BareHost, mount: Path, exit_code: int = 1) -> str:
     return ended.stderr.decode(errors="backslashreplace").splitlines()[-1]
 
 
+@pytest.mark.long(seconds=15)
 def test_an_arena_on_a_mount_with_an_odd_name_is_bounded_by_that_file_system(host: BareHost) -> None:
     """64 MiB each. A name that no configuration can have is refused."""
     not_text, *others = host.mounts

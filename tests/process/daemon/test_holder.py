@@ -131,6 +131,7 @@ def _read_right(engine: RawEngine, extents: bytes) -> bool:
 
 
 @pytest.mark.requirement("T6")
+@pytest.mark.long(seconds=10)
 def test_a_directory_may_have_a_path_that_is_too_long_for_sockets() -> None:
     daemon = DaemonProcess()
     daemon.arena_directory /= "x" * 120
@@ -234,6 +235,7 @@ def _hold(daemon: DaemonProcess) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.requirement("T6")
+@pytest.mark.long(seconds=10)
 @pytest.mark.parametrize("supervised", [False, True])
 def test_the_verb_hold_stays_whatever_daemons_come_and_go(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, supervised: bool
@@ -270,6 +272,7 @@ def test_a_supervised_daemon_starts_no_holder(monkeypatch: pytest.MonkeyPatch, t
         Connection(daemon.arena)
 
 
+@pytest.mark.long(seconds=15)
 def test_an_arena_that_is_a_file_has_no_holder() -> None:
     with DaemonProcess(config="[ram]\nsealed = false\n", options=("--disk", "")) as daemon:
         _store(daemon)

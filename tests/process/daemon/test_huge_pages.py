@@ -19,7 +19,7 @@ OBJECTS = 12
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
-@pytest.fixture(params=["sealed", "file"])
+@pytest.fixture(params=["sealed", pytest.param("file", marks=pytest.mark.long(seconds=10))])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DaemonProcess]:
     if os.geteuid():
         pytest.skip("asking the kernel for huge pages needs root")

@@ -108,7 +108,7 @@ def test_a_sample_is_traced_and_without_an_endpoint_nothing() -> None:
 
 
 @pytest.mark.requirement("I2")
-@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("listens", [pytest.param(True, marks=pytest.mark.long(seconds=20)), False])
 def test_a_collector_that_hangs_or_is_away_holds_up_no_call_and_no_stop(listens: bool) -> None:
     with socket.socket() as hangs:
         hangs.bind(("127.0.0.1", 0))

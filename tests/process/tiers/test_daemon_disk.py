@@ -25,8 +25,15 @@ def writes_answered(engine: RawEngine) -> float:
 
 
 @pytest.mark.requirement("P4", "T2")
-@pytest.mark.parametrize("kill", [False, True])
-@pytest.mark.parametrize("codec", ["none", "bitshuffle-lz4"])
+@pytest.mark.parametrize(
+    ("codec", "kill"),
+    [
+        ("none", True),
+        ("bitshuffle-lz4", False),
+        pytest.param("none", False, marks=pytest.mark.long(seconds=8)),
+        pytest.param("bitshuffle-lz4", True, marks=pytest.mark.long(seconds=8)),
+    ],
+)
 def test_objects_survive_a_reboot_and_come_back_verified(directory: Path, kill: bool, codec: str) -> None:
     keys = keys_of("reboot", 12)
     with daemon(directory, codec=f'"{codec}"') as node:
@@ -50,6 +57,7 @@ def counters(engine: RawEngine) -> Mapping[str, float]:
     return engine.status().counters
 
 
+@pytest.mark.long(seconds=8)
 def test_requests_that_wait_find_everything_in_ram_and_the_share_is_respected(directory: Path) -> None:
     """Ten requests for six prompts are queued; each acquires later and reads nothing itself."""
     prompts = [keys_of(f"queued {number}", 8) for number in range(6)]  # 2 MiB each

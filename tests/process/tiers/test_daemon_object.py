@@ -210,7 +210,7 @@ def test_an_object_of_somebody_without_the_key_is_a_miss_and_stays(fleet: Fleet,
 
 
 @pytest.mark.requirement("N3")
-@pytest.mark.parametrize("fault", ["hangs", "drops"])
+@pytest.mark.parametrize("fault", ["hangs", pytest.param("drops", marks=pytest.mark.long(seconds=10))])
 def test_a_bucket_that_fails_is_disabled_while_ram_serves_and_comes_back(fleet: Fleet, fault: str) -> None:
     keys, others = keys_of("there", 6), keys_of("in-ram", 6)
     fleet.filled(keys)

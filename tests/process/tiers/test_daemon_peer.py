@@ -68,6 +68,7 @@ def test_what_one_daemon_stored_another_one_loads_from_its_ram(fleet: Fleet) -> 
 
 
 @pytest.mark.requirement("T3")
+@pytest.mark.long(seconds=8)
 def test_two_daemons_load_from_each_other(fleet: Fleet) -> None:
     source = fleet.source()
     both = fleet.reader(port_of(source), tls=f'[daemon]\nlisten_peers = "tcp://127.0.0.1:0"\n{fleet.tls()}')

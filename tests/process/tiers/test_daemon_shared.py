@@ -148,6 +148,7 @@ def test_a_file_deleted_between_lookup_and_load_is_a_miss(nodes: Nodes) -> None:
 
 
 @pytest.mark.requirement("I8")
+@pytest.mark.long(seconds=10)
 def test_files_outlive_a_daemon_and_its_arena(nodes: Nodes) -> None:
     daemon = nodes.start()
     keys = keys_of("restart", 8)
@@ -190,6 +191,7 @@ def test_a_daemon_killed_while_it_publishes_leaves_whole_files_and_temporaries(n
 
 
 @pytest.mark.requirement("T3", "I4")
+@pytest.mark.long(seconds=20)
 def test_a_daemon_that_is_killed_again_and_again_holds_nothing_of_what_its_earlier_runs_were_allowed(
     nodes: Nodes,
 ) -> None:
@@ -207,6 +209,7 @@ def test_a_daemon_that_is_killed_again_and_again_holds_nothing_of_what_its_earli
 
 
 @pytest.mark.requirement("T3", "I4")
+@pytest.mark.long(seconds=20)
 def test_a_coordinator_that_is_killed_again_and_again_holds_nothing_once_what_was_begun_under_it_is_over(
     nodes: Nodes,
 ) -> None:

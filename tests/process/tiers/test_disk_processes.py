@@ -187,6 +187,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 @pytest.mark.requirement("T2")
+@pytest.mark.long(seconds=10)
 def test_100_000_objects_are_back_in_five_seconds(tmp_path: Path) -> None:
     """One after the other, so what both take of a CPU is how long it takes where nothing else runs."""
 

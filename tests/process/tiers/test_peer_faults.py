@@ -109,7 +109,14 @@ def test_what_a_source_says_instead_of_lengths_is_a_miss_and_kills_no_worker(lia
 
 
 @pytest.mark.requirement("N3")
-@pytest.mark.parametrize("stopped", ["all within a transfer", "all before it", "the daemon alone"])
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        pytest.param("all within a transfer", marks=pytest.mark.long(seconds=15)),
+        pytest.param("all before it", marks=pytest.mark.long(seconds=15)),
+        "the daemon alone",
+    ],
+)
 def test_a_stopped_source_costs_its_request_alone_and_ends_its_leases_when_it_continues(
     fleet: Fleet, stopped: str
 ) -> None:
@@ -153,6 +160,7 @@ def test_a_stopped_source_costs_its_request_alone_and_ends_its_leases_when_it_co
 
 
 @pytest.mark.requirement("T3")
+@pytest.mark.long(seconds=10)
 def test_a_peer_may_have_a_name(fleet: Fleet) -> None:
     keys = keys_of("named", 3)
     source = fleet.source()

@@ -80,6 +80,7 @@ def test_one_of_two_is_janitor_and_when_it_is_killed_the_other(tmp_path: Path) -
     asyncio.run(scenario())
 
 
+@pytest.mark.long(seconds=12)
 def test_a_coordinator_that_dies_is_made_again_and_registers_anew(tmp_path: Path) -> None:
     async def scenario() -> None:
         daemon = Daemon(tmp_path / "shared")
@@ -171,6 +172,7 @@ def test_a_directory_that_cannot_be_is_a_reason_until_it_can(tmp_path: Path) -> 
 
 
 @pytest.mark.requirement("T4")
+@pytest.mark.long(seconds=12)
 @pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 def test_a_coordinator_that_hangs_in_its_scan_holds_up_nobody(tmp_path: Path) -> None:
     async def scenario(fuse: FuseDirectory) -> None:

@@ -56,6 +56,7 @@ def test_a_tier_without_workers_is_degraded_until_one_starts(flag: Path) -> None
 
 
 @pytest.mark.requirement("T5")
+@pytest.mark.long(seconds=8)
 def test_a_tier_whose_first_workers_end_at_once_does_not_stay_ready(flag: Path) -> None:
     flag.touch()
     with contextlib.closing(DiskDaemon()) as world:

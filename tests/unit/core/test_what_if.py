@@ -78,6 +78,7 @@ def test_the_curve_is_near_a_full_replay_of_each_family(family: str, geometry: O
     assert rising == pytest.approx(sorted(rising), abs=0.01), "more room, more hits"
 
 
+@pytest.mark.long(seconds=12)
 def test_a_sample_says_nearly_what_all_requests_say() -> None:
     random, clock = Random(5), Clock()
     weights = [1 / (rank + 1) for rank in range(3000)]
@@ -108,6 +109,7 @@ def test_chunks_that_the_table_of_marks_has_forgotten_still_count_as_hits() -> N
     assert large[1:] == pytest.approx([0.5] * 2, abs=0.02)
 
 
+@pytest.mark.long(seconds=12)
 def test_ends_are_remembered_over_many_prompts() -> None:
     """Eight thousand prompts lie between two turns. A large cache has them, so they are hits."""
     geometry, clock = Geometry(16, 100, 300), Clock()

@@ -14,7 +14,7 @@ from tests.rigs.patience import patient
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("copies", ["auto", "gather"])
+@pytest.mark.parametrize("copies", ["auto", pytest.param("gather", marks=pytest.mark.long(seconds=8))])
 def test_copies_on_gpus_are_measured_and_compared_on_a_stand_in(tmp_path: Path, copies: str) -> None:
     there = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.cuda", "--stand-in", "--mib", "32", "--rounds", "1"]

@@ -108,6 +108,7 @@ def test_what_was_not_run_has_not_passed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.requirement("I1")
+@pytest.mark.long(seconds=130)
 @pytest.mark.timeout(400)
 def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_path: Path) -> None:
     """`-S`: the environment's own list of paths, which names the sources, is not read."""

@@ -6,9 +6,10 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
-from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+from tests.rigs.syntax import parsed
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = ("core", "proto", "server", "client")
@@ -40,11 +41,6 @@ def python_files(*folders: str) -> list[Path]:
 
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -202,6 +202,7 @@ def small(tmp_path: Path) -> Iterator[Copy]:
     copy.end()
 
 
+@pytest.mark.long(seconds=15)
 def test_a_change_is_tried_with_the_tests_that_execute_it(small: Copy) -> None:
     noted = small.note([TESTS])
     assert [test.partition("::")[2] for test in noted.tests] == [

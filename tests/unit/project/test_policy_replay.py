@@ -101,7 +101,7 @@ def test_the_engine_under_lru_is_a_least_recently_used_block_cache() -> None:
 def test_no_policy_is_much_worse_than_lru_and_nothing_beats_the_future(
     workload: Callable[[Random, int], list[Request]], geometry: Geometry
 ) -> None:
-    requests = workload(Random(2), 250)
+    requests = workload(Random(2), 150)
     rates = {name: hit_rate(requests, geometry, name, 0.2) for name in policy_names()}
     assert min(rates.values()) >= 0.9 * rates["lru"]
     if geometry is ATTENTION:

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.rigs.syntax import parsed
+
 ROOT = Path(__file__).resolve().parents[3]
 WAITS = {"communicate", "join", "result", "wait"}
 SHORT_SECONDS = 2.0
@@ -14,9 +16,9 @@ MEANT = {"tests/process/daemon/test_hung_files.py"}
 """Where a thread has to hang for longer than the daemon may."""
 
 
-def fixed_limits(source: str) -> Iterator[ast.Call]:
+def fixed_limits(tree: ast.Module) -> Iterator[ast.Call]:
     """Yield the waits whose limit is a number, or the name of one."""
-    for call in ast.walk(ast.parse(source)):
+    for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr != "timeout":
             limits = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
             limits += call.args[:1] if call.func.attr in WAITS else []
@@ -34,9 +36,9 @@ def _is_fixed(limit: ast.expr) -> bool:
 def test_a_fixed_limit_is_found() -> None:
     lines = ["process.wait(30)", "stub.Check(request, timeout=CALL_SECONDS)", "thread.join(timeout=5.0)"]
     for line in lines:
-        assert len(list(fixed_limits(line))) == 1, line
+        assert len(list(fixed_limits(ast.parse(line)))) == 1, line
     for line in ("process.wait(patient(30))", "go_on.wait(0.05)", "', '.join(NAMES)", "pytest.mark.timeout(900)"):
-        assert not list(fixed_limits(line)), line
+        assert not list(fixed_limits(ast.parse(line))), line
 
 
 def test_every_limit_of_a_wait_grows_with_the_load() -> None:
@@ -44,5 +46,5 @@ def test_every_limit_of_a_wait_grows_with_the_load() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         name = str(path.relative_to(ROOT))
         if name not in MEANT:
-            found += [f"{name}:{call.lineno}: {ast.unparse(call)}" for call in fixed_limits(path.read_text())]
+            found += [f"{name}:{call.lineno}: {ast.unparse(call)}" for call in fixed_limits(parsed(path))]
     assert not found, found

@@ -166,6 +166,7 @@ def test_a_scan_has_ten_times_the_capacity_and_comes_once(geometry: policy.Geome
     assert family[20].at_seconds < scan[0].at_seconds < scan[-1].at_seconds < family[60].at_seconds
 
 
+@pytest.mark.long(seconds=15)
 def test_tables_of_a_change_and_of_a_scan_compare_all_policies(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     small = ["--requests", "30", "--fractions", "0.3", "--json", str(path)]

@@ -36,7 +36,10 @@ assert torch.equal(target, expected)
 """
 
 
-@pytest.mark.parametrize("word_bytes", [8, 4, 2, 1])
+@pytest.mark.parametrize(
+    "word_bytes",
+    [8, pytest.param(4, marks=pytest.mark.long(seconds=5)), pytest.param(2, marks=pytest.mark.long(seconds=5)), 1],
+)
 def test_every_run_arrives_and_nothing_beside_it_changes(word_bytes: int) -> None:
     pytest.importorskip("triton", reason="the kernel needs Triton, as vLLM brings it")
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -62,9 +62,9 @@ def test_with_room_for_everything_all_that_came_before_is_hit() -> None:
 
 
 def test_lru_hits_what_a_cache_of_as_many_chunks_does() -> None:
-    paths = conversations(Random(5), 400)
+    paths = conversations(Random(5), 150)
     trace = trace_of(paths)
-    for room in (10, 40, 160):
+    for room in (5, 15, 60):
         cache: OrderedDict[int, None] = OrderedDict()
         expected = 0
         for path in paths:
