@@ -55,6 +55,8 @@ class SharedMemoryTier(MemoryTier):
         self.shared = shared
         self.searches: list[Search] = []
         self.searched: list[list[ObjectName]] = []
+        self.again: list[bool] = []  # whether they were asked for in spite of their absence a moment ago
+        self.source_id = 0
         self.told: list[list[ObjectName]] = []
         self.already_there = 0
         self._names: dict[int, ObjectName] = {}  # by handle
@@ -68,13 +70,14 @@ class SharedMemoryTier(MemoryTier):
     def cost_bytes(self, raw_bytes: int) -> int:
         return 1
 
-    def look_up(self, names: Sequence[ObjectName], done: Callable[[], None]) -> None:
+    def look_up(self, names: Sequence[ObjectName], done: Callable[[], None], *, again: bool = False) -> None:
         with self._may_raise("look_up"):
             if not self.readable:
                 done()
                 return
             assert not {file_of(name) for name in names} & self._by_file.keys(), "it has a handle"
             self.searched.append(list(names))
+            self.again.append(again)
             search = Search(list(names), done)
             self.searches.append(search)
             if self.automatic:

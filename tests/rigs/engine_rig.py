@@ -341,13 +341,13 @@ class Client:
 
     def locate_later(
         self, keys: Sequence[bytes], high_tokens: int = 1 << 30, request: str = "", budget_seconds: float = 0.0,
-        wait_seconds: float = 0.0, local_tokens: int = 0, token_seconds: float = 0.0,
+        wait_seconds: float = 0.0, local_tokens: int = 0, token_seconds: float = 0.0, source_id: int = 0,
     ) -> list[LocateReply]:  # fmt: skip
         """Gets the answer when there is one."""
         answers: list[LocateReply] = []
         call = LocateCall(
             self.session, self.namespace, b"".join(keys), high_tokens, request, budget_seconds, wait_seconds,
-            local_tokens, token_seconds,
+            local_tokens, token_seconds, source_id,
         )  # fmt: skip
         self.rig.depot.locate(call, answers.append)
         return answers

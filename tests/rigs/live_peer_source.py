@@ -21,7 +21,7 @@ from kvdepot.server.io.peer_wire import Leased, PeerSettings, Pull
 from kvdepot.server.storage.base import ObjectName
 
 from tests.rigs.certificates import Authority
-from tests.rigs.engine_rig import CHUNK, Client, Rig, audit, path, spec_of
+from tests.rigs.engine_rig import ARENA_ID, CHUNK, Client, Rig, audit, path, spec_of
 from tests.rigs.patience import until
 from tests.rigs.peer_fleet import PEER
 from tests.rigs.tier_rig import store, verify
@@ -52,7 +52,8 @@ class Live:
         self.counters = Counters()
         self.leases = self.rig.depot.peer_leases
         self.source = PeerSource(
-            config, ((self.arena_fd, self.rig.layout.data_bytes),), self.leases, loop=asyncio.get_running_loop(),
+            config, ((self.arena_fd, self.rig.layout.data_bytes),), self.leases, arena_id=ARENA_ID,
+            loop=asyncio.get_running_loop(),
             log=logging.getLogger("tests.peers"), counters=self.counters, lease_seconds=lease_seconds,
         )  # fmt: skip
         self.settings = PeerSettings(

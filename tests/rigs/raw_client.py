@@ -198,6 +198,12 @@ class RawEngine:
         reply: LocateReply = decode_reply(LocateCall, self.stub.Locate(self.locate_call(keys, request)))
         return reply
 
+    def locate_at(self, keys: Sequence[bytes], source_id: int, request: str = "") -> LocateReply:
+        """Ask as for a request whose params name a daemon. The daemon may take its 5 s."""
+        call = self.locate_call(keys, request, wait_seconds=60.0, source_id=source_id)
+        reply: LocateReply = decode_reply(LocateCall, self.stub.Locate(call, timeout=patient(CALL_SECONDS)))
+        return reply
+
     def locate_call(
         self,
         keys: Sequence[bytes],
@@ -206,10 +212,11 @@ class RawEngine:
         budget_seconds: float = 0.0,
         wait_seconds: float = 0.0,
         token_seconds: float = 0.0,
+        source_id: int = 0,
     ) -> pb.LocateRequest:
         call = LocateCall(
             self.session, self.namespace, b"".join(keys), 1 << 30, request, budget_seconds, wait_seconds,
-            token_seconds=token_seconds,
+            token_seconds=token_seconds, source_id=source_id,
         )  # fmt: skip
         message: pb.LocateRequest = encode(call)
         return message

@@ -155,6 +155,7 @@ class LocateCall:
     wait_seconds: Seconds = 0.0  # the engine does without an answer after that; 0: it does not say
     local_tokens: int = 0  # that the engine has itself, and would not load; as far as it knows yet
     token_seconds: Seconds = 0.0  # in which it computes one, so that longer loads are rejected; 0: it does not know
+    source_id: int = 0  # arena of the daemon that has the objects, as another engine says; 0: nobody says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ class LocateReply:
     attention_tokens: int = 0  # how far attention alone reaches (for `explain`)
     estimate_seconds: Seconds = 0.0  # until all of the boundary's objects are in RAM, if they are acquired now
     miss: Reason = ""  # a `core.misses.MissReason`: why it is 0
+    source_tier: Reason = ""  # the tier of kind `peer` that `source_id` selects; empty: none
 
 
 @dataclass(frozen=True, slots=True)

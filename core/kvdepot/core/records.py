@@ -64,6 +64,8 @@ class Lookup:
     missing_chunk: int = 0  # that it is about, with a reason
     missing_key: ChunkKey = b"\0" * KEY_BYTES
     other_namespace: NamespaceIdOrNone = b""  # that has the chunk
+    source_id: int = 0  # arena of the daemon that the request's params name; 0: none
+    source_tier: Name = ""  # that reads from it; empty: it is no peer
 
 
 class Outcome(StrEnum):

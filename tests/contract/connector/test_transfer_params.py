@@ -214,6 +214,111 @@ def test_params_that_are_of_no_use_change_nothing(
     engine.assert_clean()
 
 
+OTHER = 0xF00D
+"""The arena of another node's daemon."""
+
+
+def named(engine: ScriptedEngine, boundary: int, arena: int = OTHER) -> dict[str, Any]:
+    return {f"kvdepot:{arena:016x}": says(engine, boundary)[KEY]}
+
+
+def has_as_peer(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, *arenas: int) -> list[int]:
+    """Let the engine's daemon have these daemons as peers. Return which arena each lookup has named."""
+    serve, asked = engine.session._serve, list[int]()
+
+    def answer(call: Any) -> Any:
+        reply = serve(call)
+        if not isinstance(reply, LocateReply):
+            return reply
+        asked.append(call.source_id)
+        return replace(reply, source_tier="node-a" if call.source_id in arenas else "")
+
+    monkeypatch.setattr(engine.session, "_serve", answer)
+    return asked
+
+
+@pytest.mark.requirement("B3")
+@pytest.mark.parametrize("options", [{}, EVERY_CHUNK], ids=["dense", "hybrid"])
+def test_what_an_engine_of_a_peer_is_storing_is_waited_for_and_its_daemon_is_named(
+    make: Make, depot: DirectDepot, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    first, second = make(**options), make(**options)
+    asked = has_as_peer(second, monkeypatch, OTHER)
+    tokens = prompt(4.5)
+    request = ask(second, tokens, named(second, 4 * BLOCK))
+
+    def asked_again() -> bool:
+        second.step()
+        return len(asked) > 2
+
+    wait_until(asked_again, "it asks again")
+    first.generate(tokens)
+    second.run()
+    assert second.hits[request] == 4 * BLOCK
+    assert second.outputs[request] == cold(tokens)
+    assert set(asked) == {OTHER}
+    assert counted(second) == {TransferOutcome.MET: 1}
+    for engine in (first, second):
+        engine.assert_clean()
+
+
+@pytest.mark.requirement("B3", "P7")
+def test_what_a_peer_does_not_get_is_not_waited_for_long(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    asked = has_as_peer(engine, monkeypatch, OTHER)
+    tokens = prompt(6.5)
+    request = ask(engine, tokens, named(engine, 6 * BLOCK))
+    engine.run()
+    assert engine.outputs[request] == cold(tokens)
+    assert request not in engine.hits or engine.hits[request] == 0
+    assert counted(engine) == {TransferOutcome.SHORT: 1}
+    assert 1 < len(asked) < 20
+
+
+@pytest.mark.requirement("B3")
+def test_a_daemon_that_is_no_peer_is_named_and_not_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    asked = has_as_peer(engine, monkeypatch)
+    tokens = prompt(4.5)
+    request = ask(engine, tokens, named(engine, 4 * BLOCK))
+    engine.run()
+    assert engine.outputs[request] == cold(tokens)
+    assert (asked, counted(engine)) == ([OTHER], {TransferOutcome.OTHER_DAEMON: 1})
+
+
+@pytest.mark.requirement("B3", "I3")
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"kvdepot:000000000000F00D": {}},
+        {"kvdepot:f00d": {}},
+        {"kvdepot:000000000000f00d\n": {}},
+        {"kvdepot:tcp://10.0.0.1": {}},
+        {"kvdepot:" + 12 * "\N{ARABIC-INDIC DIGIT ZERO}" + "f00d": {}},
+        {"kvdepot:000000000000f00d": {"namespace": "0" * 32}},
+        {"kvdepot:000000000000f00d": {"boundary_tokens": -1}},
+        {"kvdepot:000000000000f00d": {"boundary_tokens": 1e3}},
+        {KEY: {}},
+        {f"key{number}": {} for number in range(10_000)},
+    ],
+    ids=lambda params: next(iter(params)).encode("unicode_escape").decode(),
+)
+def test_params_that_name_no_daemon_in_the_right_form_name_none(
+    make: Make, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    engine = make()
+    asked = has_as_peer(engine, monkeypatch, OTHER)
+    right = says(engine, 4 * BLOCK)[KEY]
+    several = {key: right | entry for key, entry in params.items()}
+    if KEY in params or len(params) > 1:  # its own daemon's come first, and of many keys few are read
+        several |= named(engine, 4 * BLOCK)
+    tokens = prompt(4.5)
+    request = ask(engine, tokens, several)
+    engine.run()
+    assert engine.outputs[request] == cold(tokens)
+    assert set(asked) == {0}
+
+
 @pytest.mark.requirement("I3")
 def test_a_boundary_beyond_any_is_the_prompts(make: Make) -> None:
     tokens = prompt(4.5)

@@ -33,6 +33,7 @@ from kvdepot.server.platform.paced import BURST_SECONDS
 
 from tests.rigs import hasty_peer_server
 from tests.rigs.certificates import Files
+from tests.rigs.engine_rig import ARENA_ID
 from tests.rigs.hasty_peer_server import PLACES
 from tests.rigs.live_peer_source import FILL, KEYS, OBJECT_BYTES, Live, live, run
 from tests.rigs.patience import patient, wait_until
@@ -208,7 +209,7 @@ def test_questions_of_peers_take_a_share_of_the_loop_and_all_are_answered(
                     for _ in range(questions):
                         connection.sendall(question)
                         found = TO_READER.read(Exact(connection.recv_into))
-                        assert found is not None and found[1] == Located((OBJECT_BYTES,) * FILES_PER_STAT)
+                        assert found is not None and found[1] == Located((OBJECT_BYTES,) * FILES_PER_STAT, ARENA_ID)
 
             before = time.monotonic()
             await asyncio.gather(*(asyncio.to_thread(ask) for _ in range(PLACES)))
@@ -266,7 +267,7 @@ def test_frames_that_no_reader_sends_end_their_connection_and_nothing_else(tmp_p
                     connection.sendall(MALFORMED[malformed])
                     if malformed == "a name of another kind":
                         found = TO_READER.read(Exact(connection.recv_into))
-                        assert found is not None and found[1] == Located((ABSENT,))
+                        assert found is not None and found[1] == Located((ABSENT,), ARENA_ID)
                     else:
                         assert ended(connection)
                     assert answered(other)

@@ -83,6 +83,9 @@ def _lookup_lines(lookup: Lookup, lookups: int) -> Iterator[str]:
     times = f", {lookups} times" if lookups > 1 else ""
     tokens = f"{lookup.chunks} chunks of {lookup.chunk_tokens} tokens"
     yield f"  lookup    of {tokens}, usable up to {lookup.high_tokens} tokens{times}"
+    if lookup.source_id:
+        whose = f"tier {lookup.source_tier}, asked first" if lookup.source_tier else "no peer of this daemon"
+        yield f"  named     daemon {lookup.source_id:016x} by kv_transfer_params: {whose}"
     by_tier = _counts({tier: count for tier, count in lookup.chunks_by_tier.items() if count})
     yield f"  hit       {lookup.path_chunks} chunks from the start{f' ({by_tier})' if by_tier else ''}"
     if lookup.offered_tokens:

@@ -479,6 +479,7 @@ class LocateRequest(google.protobuf.message.Message):
     WAIT_SECONDS_FIELD_NUMBER: builtins.int
     LOCAL_TOKENS_FIELD_NUMBER: builtins.int
     TOKEN_SECONDS_FIELD_NUMBER: builtins.int
+    SOURCE_ID_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     namespace_id: builtins.bytes
     keys: builtins.bytes
@@ -488,6 +489,7 @@ class LocateRequest(google.protobuf.message.Message):
     wait_seconds: builtins.float
     local_tokens: builtins.int
     token_seconds: builtins.float
+    source_id: builtins.int
     def __init__(
         self,
         *,
@@ -500,8 +502,9 @@ class LocateRequest(google.protobuf.message.Message):
         wait_seconds: builtins.float = ...,
         local_tokens: builtins.int = ...,
         token_seconds: builtins.float = ...,
+        source_id: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_seconds", b"budget_seconds", "high_tokens", b"high_tokens", "keys", b"keys", "local_tokens", b"local_tokens", "namespace_id", b"namespace_id", "request_id", b"request_id", "session", b"session", "token_seconds", b"token_seconds", "wait_seconds", b"wait_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_seconds", b"budget_seconds", "high_tokens", b"high_tokens", "keys", b"keys", "local_tokens", b"local_tokens", "namespace_id", b"namespace_id", "request_id", b"request_id", "session", b"session", "source_id", b"source_id", "token_seconds", b"token_seconds", "wait_seconds", b"wait_seconds"]) -> None: ...
 
 global___LocateRequest = LocateRequest
 
@@ -514,11 +517,13 @@ class LocateResponse(google.protobuf.message.Message):
     ATTENTION_TOKENS_FIELD_NUMBER: builtins.int
     ESTIMATE_SECONDS_FIELD_NUMBER: builtins.int
     MISS_FIELD_NUMBER: builtins.int
+    SOURCE_TIER_FIELD_NUMBER: builtins.int
     boundary_tokens: builtins.int
     tier: builtins.str
     attention_tokens: builtins.int
     estimate_seconds: builtins.float
     miss: builtins.str
+    source_tier: builtins.str
     def __init__(
         self,
         *,
@@ -527,8 +532,9 @@ class LocateResponse(google.protobuf.message.Message):
         attention_tokens: builtins.int = ...,
         estimate_seconds: builtins.float = ...,
         miss: builtins.str = ...,
+        source_tier: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_tokens", b"attention_tokens", "boundary_tokens", b"boundary_tokens", "estimate_seconds", b"estimate_seconds", "miss", b"miss", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_tokens", b"attention_tokens", "boundary_tokens", b"boundary_tokens", "estimate_seconds", b"estimate_seconds", "miss", b"miss", "source_tier", b"source_tier", "tier", b"tier"]) -> None: ...
 
 global___LocateResponse = LocateResponse
 
@@ -2158,6 +2164,8 @@ class LookupRecord(google.protobuf.message.Message):
     MISSING_CHUNK_FIELD_NUMBER: builtins.int
     MISSING_KEY_FIELD_NUMBER: builtins.int
     OTHER_NAMESPACE_FIELD_NUMBER: builtins.int
+    SOURCE_ID_FIELD_NUMBER: builtins.int
+    SOURCE_TIER_FIELD_NUMBER: builtins.int
     chunks: builtins.int
     chunk_tokens: builtins.int
     high_tokens: builtins.int
@@ -2170,6 +2178,8 @@ class LookupRecord(google.protobuf.message.Message):
     missing_chunk: builtins.int
     missing_key: builtins.bytes
     other_namespace: builtins.bytes
+    source_id: builtins.int
+    source_tier: builtins.str
     @property
     def chunks_by_tier(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by tier"""
@@ -2190,8 +2200,10 @@ class LookupRecord(google.protobuf.message.Message):
         missing_chunk: builtins.int = ...,
         missing_key: builtins.bytes = ...,
         other_namespace: builtins.bytes = ...,
+        source_id: builtins.int = ...,
+        source_tier: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "chunks_by_tier", b"chunks_by_tier", "estimate_seconds", b"estimate_seconds", "high_tokens", b"high_tokens", "miss", b"miss", "missing_chunk", b"missing_chunk", "missing_key", b"missing_key", "offered_tier", b"offered_tier", "offered_tokens", b"offered_tokens", "other_namespace", b"other_namespace", "path_chunks", b"path_chunks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "chunks_by_tier", b"chunks_by_tier", "estimate_seconds", b"estimate_seconds", "high_tokens", b"high_tokens", "miss", b"miss", "missing_chunk", b"missing_chunk", "missing_key", b"missing_key", "offered_tier", b"offered_tier", "offered_tokens", b"offered_tokens", "other_namespace", b"other_namespace", "path_chunks", b"path_chunks", "source_id", b"source_id", "source_tier", b"source_tier"]) -> None: ...
 
 global___LookupRecord = LookupRecord
 

@@ -149,9 +149,8 @@ class Node:
         tables = self._config.tables
         streams = StreamProxies(
             arena_fds=(arena.tables_fd, arena.generations_fd), parts=[fd for fd, _ in arena.parts], part_of=part_of,
-            count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
+            count_max=tables.sessions.streams, mode=tables.daemon.mode_bits, tenants=len(tables.tenant),
             group_id=tables.daemon.group_id, loop=self._loop, log=self._log, count=counters.add,
-            tenants=len(tables.tenant),
         )  # fmt: skip
         self._streams = streams
         self._control = Control(
@@ -164,8 +163,9 @@ class Node:
             loop=self._loop, log=self._log, spare=self._spare, count=counters.add,
         )  # fmt: skip
         self._peers = PeerSource(
-            self._config, arena.parts, self._depot.peer_leases, loop=self._loop, log=self._log, counters=counters
-        )
+            self._config, arena.parts, self._depot.peer_leases, arena_id=superblock.arena_id, loop=self._loop,
+            log=self._log, counters=counters,
+        )  # fmt: skip
         self._control.restore()
         self._checksums = ChecksumService(
             arena=arena, depot=self._depot, loop=self._loop, log=self._log, quarantine=self._control.quarantine

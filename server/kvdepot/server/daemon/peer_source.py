@@ -59,11 +59,12 @@ class PeerSource:
     """
 
     def __init__(
-        self, config: Config, data: DataParts, leases: PeerLeases, *, loop: asyncio.AbstractEventLoop,
-        log: logging.Logger, counters: Counters, lease_seconds: float = LEASE_SECONDS,
+        self, config: Config, data: DataParts, leases: PeerLeases, *, arena_id: int,
+        loop: asyncio.AbstractEventLoop, log: logging.Logger, counters: Counters, lease_seconds: float = LEASE_SECONDS,
     ) -> None:  # fmt: skip
         """Build it without a process. `data`: of the arena."""
         self._data = data
+        self._arena_id = arena_id
         self._file = config.file
         tls = config.tables.tls
         self._files = tls.cert, tls.key, tls.client_ca
@@ -232,7 +233,7 @@ class PeerSource:
         found = sum(length >= 0 for length in lengths)
         self._count("peer_located_objects.found", found)
         self._count("peer_located_objects.absent", len(lengths) - found)
-        return Located(lengths)
+        return Located(lengths, self._arena_id)
 
     def _lease(self, question: AskPull) -> Granted | Refused:
         lease = self._leased(question)

@@ -347,6 +347,7 @@ class Answer:
     replaced: IoOutcome = IoOutcome.OK  # what was wrong with a file that a publication found there and replaced
     requests: FileLength = UNKNOWN  # to a bucket, of this worker since its last answer; UNKNOWN without a bucket
     received_bytes: int = 0  # of a bucket's objects, of this worker since its last answer
+    source_id: int = 0  # of the peer that has answered: the id of its arena
 
     def cut(self) -> Answer:
         """Return it with as much of the detail as fits in a frame: it is for the log."""

@@ -36,7 +36,7 @@ def _stat(job: StatFiles, context: Context) -> Answer:
     """Return the length of each object as a file would have it, or ABSENT. One round trip."""
     found = _locate(context, Locate(tuple(map(_wanted, job.files))))
     lengths = (length + HEADER_BYTES if length >= 0 else ABSENT for length in found.lengths)
-    return Answer(IoOutcome.OK, lengths=tuple(lengths))
+    return Answer(IoOutcome.OK, lengths=tuple(lengths), source_id=found.arena_id)
 
 
 def _wanted(file: str) -> Wanted:
@@ -98,8 +98,7 @@ def _received(peer: PeerLink, left: int, views: list[memoryview] | None, context
 
 def _probe(job: Probe, context: Context) -> Answer:  # noqa: ARG001
     """Ask for nothing: the peer answers, and allows this daemon."""
-    _locate(context, Locate(()))
-    return Answer(IoOutcome.OK)
+    return Answer(IoOutcome.OK, source_id=_locate(context, Locate(())).arena_id)
 
 
 IN_PEER: Final[dict[type[Any], Callable[[Any, Context], Answer]]] = {StatFiles: _stat, ReadFile: _read, Probe: _probe}

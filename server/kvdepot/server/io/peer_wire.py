@@ -66,9 +66,10 @@ class Locate:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The length of each object in bytes, or `jobs.ABSENT`."""
+    """The length of each object in bytes, or `jobs.ABSENT`. `arena_id` is the source's, by which engines name it."""
 
     lengths: Annotated[tuple[_Length, ...], Count(FILES_PER_STAT)]
+    arena_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

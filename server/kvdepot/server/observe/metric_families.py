@@ -174,6 +174,12 @@ _ENGINES = (
 
 _LOOKUPS = (
     counter("locates", "Lookups (Locate calls), counted when they are answered. A request may look up several times."),
+    counter(
+        "named_sources",
+        "Lookups of requests whose kv_transfer_params name another daemon. `unknown`: it is no peer that can be asked.",
+        "outcome",
+        ("peer", "unknown"),
+    ),
     counter("locate_hits", "Lookups that were answered with an offer."),
     counter("located_tokens", "Tokens of all offers, counted at each lookup."),
     counter(

@@ -236,8 +236,14 @@ class Tier(Protocol):
 class SharedTier(Tier, Protocol):
     """A tier whose traits say `shared`."""
 
-    def look_up(self, names: Sequence[ObjectName], done: Callable[[], None]) -> None:
+    @property
+    def source_id(self) -> int:
+        """Return the id of the arena of the daemon that this tier reads from, or 0 if it is none, or not known yet."""
+
+    def look_up(self, names: Sequence[ObjectName], done: Callable[[], None], *, again: bool = False) -> None:
         """Find out which of these names the tier has. They have no handles, and parents come first.
+
+        `again`: also names that were absent a moment ago.
 
         Objects that are there are reported by `found`, as many as there are free handles. Then `done` is called: once,
         within the deadline of one operation, maybe before this returns. An object that is being written may be found

@@ -133,6 +133,18 @@ def test_a_terminal_of_80_columns_shows_each_request_in_one_line() -> None:
     assert f"1{UUID}-0-89282916" in screen("requests", 200), "whole ids where there is room"
 
 
+@pytest.mark.requirement("B3")
+@pytest.mark.parametrize(
+    ("tier", "whose"), [("node-a", "tier node-a, asked first"), ("", "no peer of this daemon")], ids=["peer", "unknown"]
+)
+def test_a_daemon_that_params_name_is_shown(tier: str, whose: str) -> None:
+    lookup = replace(NOTHING, source_id=0xF00D, source_tier=tier)
+    lines = list(record_lines(record(1, lookup, RequestEnd(0, 0, MissReason.UNKNOWN, 1700)), 120))
+    assert f"  named     daemon 000000000000f00d by kv_transfer_params: {whose}" in lines
+    lines = list(record_lines(record(1, NOTHING, RequestEnd(0, 0, MissReason.UNKNOWN, 1700)), 120))
+    assert not any(line.startswith("  named") for line in lines)
+
+
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     for scene, width in SCREENS:

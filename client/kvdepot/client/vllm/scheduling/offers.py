@@ -118,6 +118,7 @@ class Offers:
             wait_seconds=budget_seconds,
             local_tokens=local_tokens or 0,
             token_seconds=self._prefill_rate.token_seconds * settings.load_weight,
+            source_id=self.transfer_params.source_id(state.request, namespace),
         )  # fmt: skip
         state.located = True
         self._counters["lookups"] += 1
@@ -151,6 +152,7 @@ class Offers:
         lookup.boundary_tokens = reply.boundary_tokens
         lookup.source = self._sources.label(reply.tier) if reply.tier else ""
         lookup.miss = miss_reason(reply.miss) if reply.miss else None
+        lookup.source_tier = reply.source_tier
         # The daemon compares loading with computing for the tokens that the engine lacks. If the engine has some of
         # them itself, the answer may change.
         lookup.local_matters |= lookup.miss is MissReason.NOT_WORTH_IT

@@ -37,6 +37,7 @@ class Lookup:
     boundary_tokens: int = 0
     source: str = ""  # the slowest tier that has to supply something
     miss: MissReason | None = None  # why the boundary is no deeper, if the answer says so
+    source_tier: str = ""  # of the daemon's, by which it asks the daemon that the request's params name
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,8 @@
 """`kv_transfer_params`: what one engine tells the next one of a conversation (docs/adr/0034).
 
 Keys are digests of content, so any engine finds what is stored. It cannot find what is still being stored: an engine
-commits a few milliseconds after its last token. So the params say how far the stores will reach.
+commits a few milliseconds after its last token. So the params say how far the stores will reach. They also say by whose
+daemon: another daemon may have it as a peer (docs/adr/0080).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import re
 from collections import Counter
 from enum import StrEnum
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.vllm.base.engine_types import EngineRequest
@@ -26,6 +28,9 @@ PREFIX: Final = "kvdepot:"
 ASK_SECONDS: Final = 0.005
 """Pause between two lookups for objects that another engine is storing."""
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+_KEY: Final = re.compile(PREFIX + "([0-9a-f]{16})")
+_KEYS_READ_MAX: Final = 64
+"""Keys of params that are looked at for another daemon."""
 MAY_COME: Final = frozenset(
     {
         MissReason.UNKNOWN,
@@ -43,7 +48,7 @@ class TransferOutcome(StrEnum):
 
     MET = "met"  # everything was there, or the engine had it itself
     SHORT = "short"  # something did not come in time, or was gone
-    OTHER_DAEMON = "other_daemon"
+    OTHER_DAEMON = "other_daemon"  # and no peer of this engine's
     OTHER_NAMESPACE = "other_namespace"
     MALFORMED = "malformed"
 
@@ -83,6 +88,16 @@ class TransferParams:
 
     # --- in
 
+    def source_id(self, request: EngineRequest, namespace: bytes) -> int:
+        """Return the arena of another daemon that has KV of the request, as its params say, or 0.
+
+        Whether that is a peer, the daemon of this engine knows.
+        """
+        params = transfer_params(request)
+        if not params or not self._namespaces.ranks_ready:
+            return 0
+        return self._named(params, namespace.hex())[0]
+
     def awaited(self, state: RequestState, lookup: Lookup, boundary: int, local_tokens: int, now: float) -> bool:
         """Return whether another engine is storing more of the request than the daemon or this engine has.
 
@@ -93,7 +108,7 @@ class TransferParams:
         if own_namespace is None or not self._namespaces.ranks_ready:
             return False
         if state.handed_tokens is None:
-            state.handed_tokens = self._read(state.request, own_namespace.hex())
+            state.handed_tokens = self._read(state.request, own_namespace.hex(), lookup.source_tier)
             state.handed_until = now + lookup.wait_seconds
         wanted = min(state.handed_tokens, self._planner.high_boundary(state.request.num_tokens))
         if state.load_tokens_max is not None:
@@ -108,19 +123,37 @@ class TransferParams:
         self._count(TransferOutcome.SHORT if short else TransferOutcome.MET)
         return False
 
-    def _read(self, request: EngineRequest, own_namespace: str) -> int:
-        """Return the tokens that another engine has stored by its params; 0 if this engine cannot use them."""
+    def _named(self, params: dict[Any, Any], own_namespace: str) -> tuple[int, int]:
+        """Return arena and tokens of the first other daemon that has this namespace, or zeros if there is none.
+
+        Few keys are read: params may have any number. This engine's own daemon is asked anyway.
+        """
+        if self._key not in params:
+            for key, entry in islice(params.items(), _KEYS_READ_MAX):
+                arena = _KEY.fullmatch(key) if isinstance(key, str) else None
+                namespace, tokens = _said(entry) or ("", 0)
+                if arena is not None and namespace == own_namespace:
+                    return int(arena[1], 16), tokens
+        return 0, 0
+
+    def _read(self, request: EngineRequest, own_namespace: str, source_tier: str) -> int:
+        """Return the tokens that another engine has stored by its params; 0 if this engine cannot use them.
+
+        `source_tier`: by which the daemon asks the daemon that they name.
+        """
         params = transfer_params(request) or {}
         entry = params.get(self._key)
         if entry is None:
+            if source_tier:
+                return self._named(params, own_namespace)[1]
             if any(isinstance(key, str) and key.startswith(PREFIX) for key in params):
                 self._count(TransferOutcome.OTHER_DAEMON)
             return 0
-        namespace = entry.get("namespace") if isinstance(entry, dict) else None
-        tokens = token_count(entry.get("boundary_tokens")) if isinstance(entry, dict) else None
-        if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace) or tokens is None:
+        said = _said(entry)
+        if said is None:
             self._count(TransferOutcome.MALFORMED)
             return 0
+        namespace, tokens = said
         if namespace != own_namespace:
             self._count(TransferOutcome.OTHER_NAMESPACE)
             self._warn(own_namespace, namespace)
@@ -139,3 +172,13 @@ class TransferParams:
 
     def _count(self, outcome: TransferOutcome) -> None:
         self._counters[f"transfer_params.{outcome}"] += 1
+
+
+def _said(entry: Any) -> tuple[str, int] | None:
+    """Return namespace and boundary of an entry that came from outside, or None if it has another form."""
+    if not isinstance(entry, dict):
+        return None
+    namespace, tokens = entry.get("namespace"), token_count(entry.get("boundary_tokens"))
+    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace) or tokens is None:
+        return None
+    return namespace, tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvdepot.server.depot.tiering.prefetch import Prefetch
 from kvdepot.server.depot.tiering.prefetch_requests import Owner
 from kvdepot.server.depot.tiering.tiering import Tiering
 from kvdepot.server.depot.tree.index import Nodes
+from kvdepot.server.depot.tree.lower_tier import LowerTier
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.tree.rows import COMMITTED
@@ -86,6 +88,9 @@ class Locates:
         check_limit("keys of one call", len(call.keys) // KEY_BYTES, limits.KEYS_PER_CALL_MAX)
         if self._switched_off(session, namespace, call, answer):
             return 0.0
+        source = self._source(namespace, call)
+        if source is not None:
+            answer = partial(_with_source, answer, source.tier.name)
         seen = self._see(namespace, call)
         chunk_tokens = _planner(namespace).chunk_tokens
         begin, end = seen.boundary_tokens // chunk_tokens, min(seen.high_tokens // chunk_tokens, len(seen.nodes))
@@ -106,7 +111,15 @@ class Locates:
                 self._answer(session, namespace, call, self._see(namespace, call), once, looked_up)
 
         wait = wait_seconds(call.wait_seconds, something=begin > 0)
-        return self._look_ups.begin(namespace, call.keys, begin, end, ended, wait)
+        return self._look_ups.begin(namespace, call.keys, begin, end, ended, wait, source)
+
+    def _source(self, namespace: Namespace, call: LocateCall) -> LowerTier | None:
+        """Return the peer tier that the call names, by the id of the peer's arena. Count `named_sources`."""
+        if not call.source_id:
+            return None
+        source = self._look_ups.source(namespace, call.source_id)
+        self._counters.add("named_sources.peer" if source is not None else "named_sources.unknown")
+        return source
 
     def _switched_off(self, session: Session, namespace: Namespace, call: LocateCall, answer: Answer) -> bool:
         """Answer a Locate whose loads an operator has switched off. Return whether this is so."""
@@ -195,6 +208,10 @@ class Locates:
     ) -> None:
         if call.request_id:
             lookup = self._misses.lookup(namespace, call, seen, offer, miss)
+            if call.source_id:
+                source = self._look_ups.source(namespace, call.source_id)
+                tier = source.tier.name if source is not None else ""
+                lookup = replace(lookup, source_id=call.source_id, source_tier=tier)
             self._records.looked_up(session.engine_id, call.request_id, namespace, call.keys, lookup)
 
     def _offer(self, namespace: Namespace, call: LocateCall, seen: Seen) -> tuple[Offer, Costs | None]:
@@ -234,6 +251,10 @@ class Locates:
             rows = rows[(table.states[rows] == COMMITTED) & (table.runs[rows] != table.run)]
             for row in rows[:_WANTED_PER_LOCATE_MAX].tolist():
                 self._want(row)
+
+
+def _with_source(answer: Answer, tier: str, reply: LocateReply) -> None:
+    answer(replace(reply, source_tier=tier))
 
 
 def _planner(namespace: Namespace) -> Planner:

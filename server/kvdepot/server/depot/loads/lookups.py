@@ -27,7 +27,7 @@ from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.rows import Rows
 from kvdepot.server.depot.tree.tree import Tree
 from kvdepot.server.platform.guard import Once, engine_guard
-from kvdepot.server.storage.base import ObjectName
+from kvdepot.server.storage.base import ObjectName, SharedTier
 
 FIRST_SLICE_CHUNKS: Final = 16
 """Most prompts end in what nobody has: a walk that finds nothing should cost little."""
@@ -77,6 +77,8 @@ class _Walk:
     ended: Ended | None  # None: the Locate was answered
     deadline: float
     names_left: int
+    first: int  # chunk that the first slice begins with
+    source: LowerTier | None  # asked alone, and again, as far as it has the path; then all tiers are asked for the rest
     stop: int = 0  # chunk after the current slice, once it is asked for; 0: it is not
     waits_for: dict[_LookUp, None] = field(default_factory=dict)
     heard: set[Name] = field(default_factory=set)  # what others asked for, and was answered meanwhile
@@ -90,6 +92,7 @@ class _LookUp:
     names: dict[Name, ObjectName]
     asked_at: float
     walks: dict[_Walk, None]
+    again: bool = False
 
 
 class LookUps:
@@ -117,15 +120,28 @@ class LookUps:
         """Whether any shared tier can be asked now."""
         return not self._closed and any(tier.readable for _, tier in self._tiers)
 
+    def source(self, namespace: Namespace, source_id: int) -> LowerTier | None:
+        """Return the tier that reads from the daemon with this arena, if it can be asked for this namespace.
+
+        Only what is configured can be selected. A tenant's namespace selects no tier of another tenant.
+        """
+        for tier, shared in self._tiers:
+            if source_id and shared.source_id == source_id and _may_ask(tier, shared, namespace):
+                return tier
+        return None
+
     def begin(
-        self, namespace: Namespace, keys: bytes, begin: int, end: int, ended: Ended, wait_seconds: float
-    ) -> float:
+        self, namespace: Namespace, keys: bytes, begin: int, end: int, ended: Ended, wait_seconds: float,
+        source: LowerTier | None = None,
+    ) -> float:  # fmt: skip
         """Find out about the chunks from `begin` and below `end`; `keys` are those of all chunks of the prompt.
+
+        `source`: a tier that is asked before all others.
 
         `ended` is called once: before this returns, or by the tick after the seconds that it returns, at the latest.
         """
         deadline = self._clock() + wait_seconds
-        walk = _Walk(namespace, keys, begin, end, ended, deadline, NAMES_PER_WALK_MAX)
+        walk = _Walk(namespace, keys, begin, end, ended, deadline, NAMES_PER_WALK_MAX, begin, source)
         if len(self._walks) >= WALKS_MAX:
             self._answer(walk, LookedUp.REFUSED)
             return 0.0
@@ -180,10 +196,16 @@ class LookUps:
         """
         if not self.possible or not self._namespaces.defined(walk.namespace):
             return False
-        if walk.stop:
-            if not self._known(self._nodes(walk, walk.stop), walk.namespace.path_kind).all():
+        reached = not walk.stop or bool(self._known(self._nodes(walk, walk.stop), walk.namespace.path_kind).all())
+        if walk.source is None and not reached:
+            return False
+        if walk.stop and reached:
+            walk.begin = walk.stop
+        walk.stop = 0
+        if walk.source is not None and (not reached or walk.begin >= walk.end):
+            if len(self._tiers) == 1 or (reached and len(walk.namespace.object_bytes) == 1):
                 return False
-            walk.begin, walk.stop = walk.stop, 0
+            walk.source, walk.begin = None, walk.first  # the rest may be elsewhere
         return walk.begin < walk.end and walk.names_left > 0
 
     def _ask_slice(self, walk: _Walk) -> None:
@@ -201,7 +223,8 @@ class LookUps:
                 look_up.walks[walk] = None
             return
         walk.stop = stop
-        look_ups = [_LookUp(tier, walk, names, self._clock(), {walk: None}) for tier, names in wanted if names]
+        again = walk.source is not None
+        look_ups = [_LookUp(tier, walk, names, self._clock(), {walk: None}, again) for tier, names in wanted if names]
         walk.waits_for = dict.fromkeys(look_ups)
         for look_up in look_ups:
             self._ask(look_up)
@@ -239,7 +262,7 @@ class LookUps:
         unknown = [~self._known(nodes, kind) for kind in kinds]
         wanted = []
         for tier, shared in self._tiers:
-            if not shared.readable or tier.config.tenant not in (None, walk.namespace.tenant):
+            if not _may_ask(tier, shared, walk.namespace) or (walk.source is not None and tier is not walk.source):
                 continue
             held = [held_by(self._index, [tier], nodes, kind) for kind in kinds]
             asked = np.argwhere(np.column_stack(unknown) & ~np.column_stack(held))
@@ -291,7 +314,7 @@ class LookUps:
         self._count(tier, "asked", len(names))
         shared = tier.shared
         assert shared is not None
-        shared.look_up(names, lambda: done(None))
+        shared.look_up(names, lambda: done(None), again=look_up.again)
 
     def _done(self, look_up: _LookUp) -> None:
         for label in look_up.names:
@@ -322,3 +345,8 @@ class LookUps:
 
     def _count(self, tier: LowerTier, what: str, objects: int) -> None:
         self._counters.add(f"tier_probed_objects.{tier.tier.name}/{what}", objects)
+
+
+def _may_ask(tier: LowerTier, shared: SharedTier, namespace: Namespace) -> bool:
+    """Return whether a tier can be asked now for objects of this namespace."""
+    return shared.readable and tier.config.tenant in (None, namespace.tenant)

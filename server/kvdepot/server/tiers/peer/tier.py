@@ -11,6 +11,7 @@ from kvdepot.server.io.pool import IoPool
 from kvdepot.server.storage.base import IoOutcome, ObjectName, TierTraits
 from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.peer.config import PeerConfig
+from kvdepot.server.tiers.peer.source import SourceWorkers
 from kvdepot.server.tiers.pools import TierContext
 from kvdepot.server.tiers.shared.prober import Prober
 from kvdepot.server.tiers.shared.tier import SharedTier
@@ -28,12 +29,17 @@ class PeerTier(SharedTier):
         """Build the tier. No process is made before `start`."""
         self._pool: IoPool = context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, peer=config.peer.pack())
         self._peer = config.peer
+        self._workers = SourceWorkers(self._pool)
         prober = Prober(
-            self._pool, node=f"{context.arena_id:016x}-{config.name}", loop=context.loop,
+            self._workers, node=f"{context.arena_id:016x}-{config.name}", loop=context.loop,
             retry_seconds=config.probe_seconds,
         )  # fmt: skip
-        super().__init__(config, data=self._pool, coordinator=prober, log=context.log, count=context.count)
+        super().__init__(config, data=self._workers, coordinator=prober, log=context.log, count=context.count)
         self.traits = TierTraits(shared=True, read_only=True)
+
+    @property
+    def source_id(self) -> int:
+        return self._workers.source_id
 
     @property
     def writable(self) -> bool:

@@ -198,11 +198,15 @@ class SharedTier:
             self._directory.keys = keys
             self._directory.absent.clear()
 
-    def look_up(self, names: Sequence[ObjectName], done: Callable[[], None]) -> None:
+    @property
+    def source_id(self) -> int:
+        return 0
+
+    def look_up(self, names: Sequence[ObjectName], done: Callable[[], None], *, again: bool = False) -> None:
         if not self.readable:
             done()
             return
-        self._look_ups.look_up(names, done)
+        self._look_ups.look_up(names, done, again=again)
 
     def used(self, handles: Sequence[int]) -> None:
         self._recency.used(handles)
