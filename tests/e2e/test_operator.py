@@ -107,7 +107,7 @@ def test_every_verb_on_what_an_engine_has_stored(fleet: Fleet, engine: Engine, t
     assert operator.json("evict", name)["chunks"] > 0
     assert operator.json("import", str(file))["refused"] == {}
     loads_all()
-    assert operator.json("epoch", "bump", "--namespace", name)["changed"]
+    assert operator.json("epoch", "bump", name)["changed"]
     await_lookups(engine, fleet.daemon)
     assert all(one.external_tokens == 0 for one in again()), "void, and computed again"
     loads_all()
@@ -135,9 +135,9 @@ def _look(operator: Operator, fleet: Fleet) -> None:
     (explained,) = operator.json("explain", request)
     assert explained["request_id"] == request and explained["lookup"]["path_chunks"] > 0
     assert f"hit       {explained['lookup']['path_chunks']} chunks from the start" in operator.says("explain", request)
-    verified = operator.json("verify", "--namespace", name)["tiers"][0]
+    verified = operator.json("verify", name)["tiers"][0]
     assert verified["verified"] > 0 and verified["damaged"] == {}
-    assert operator.json("prefetch", "--namespace", name)["failed"] == {}
+    assert operator.json("prefetch", name)["failed"] == {}
     findings = operator.json("doctor", "--read-only")["findings"]
     assert {"answers", "descriptor passing", "hash determinism"} <= {one["check"] for one in findings}
     assert "kvdepotctl" in operator.says("completion", "bash")

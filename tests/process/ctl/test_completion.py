@@ -77,9 +77,7 @@ def test_namespaces_and_chunks_are_completed_from_the_daemon(
     assert completed(script, daemon.endpoint, "ls", namespace[:3]) == [namespace]
     chunks = {f"{namespace[:6]}/{key.hex()[:12]}" for key in KEYS}
     assert set(completed(script, daemon.endpoint, "describe", f"{namespace[:6]}/")) == chunks
-    keys = completed(script, daemon.endpoint, "verify", "--namespace", namespace[:6], "--chunk", "")
-    assert set(keys) == {key.hex()[:12] for key in KEYS}
-    assert completed(script, daemon.endpoint, "verify", "--chunk", "") == [], "of which namespace?"
+    assert set(completed(script, daemon.endpoint, "verify", f"{namespace[:6]}/")) == chunks
 
 
 def test_every_verb_of_a_namespace_or_chunk_completes_them(
@@ -87,14 +85,13 @@ def test_every_verb_of_a_namespace_or_chunk_completes_them(
 ) -> None:
     monkeypatch.setenv("KVDEPOT_ENDPOINT", daemon.endpoint)
     namespace = engine.namespace.hex()[:12]
-    for verb in ("ls", "describe", "evict", "pin", "unpin"):
+    assert completions("epoch", "bump", namespace[:3]) == [namespace]
+    for verb in ("ls", "describe", "evict", "pin", "unpin", "verify", "prefetch"):
         assert completions(verb, namespace[:3]) == [namespace]
     assert completions("loads", "off", "") == [namespace]
     assert completions("ls", "nothing-begins-so") == []
     for verb in ("verify", "prefetch"):
-        assert completions(verb, "--namespace", namespace[:3]) == [namespace]
-        keys = completions(verb, "--namespace", namespace[:6], "--chunk", "")
-        assert set(keys) == {key.hex()[:12] for key in KEYS}
+        assert set(completions(verb, f"{namespace[:6]}/")) == {f"{namespace[:6]}/{key.hex()[:12]}" for key in KEYS}
     assert completions("verify", "--tier", "") == ["ram"]
 
 

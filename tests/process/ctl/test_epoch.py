@@ -57,7 +57,7 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 def bump(daemon: DaemonProcess, namespace: bytes | None = None, *options: str) -> dict[str, object]:
-    one = ["--namespace", namespace.hex()] if namespace else []
+    one = [namespace.hex()] if namespace else []
     reply: dict[str, object] = record(daemon, "epoch", "bump", *one, *options)
     return reply
 
@@ -244,17 +244,17 @@ def test_the_verb_asks_first_and_says_what_is_wrong_by_exit_code(daemon: DaemonP
         asked = CliRunner().invoke(cli, ["--endpoint", daemon.endpoint, "epoch", "bump"], input="n\n")
         assert "invalidate all stored objects of all namespaces?" in asked.output
         assert one.locate(KEYS) == WHOLE
-        shown = text(daemon, "epoch", "bump", "--namespace", name[:6], "--yes")
+        shown = text(daemon, "epoch", "bump", name[:6], "--yes")
         assert f"invalidated: namespace {name[:12]} (3 chunks on this node)" in shown
-        assert "is invalidated already" in text(daemon, "epoch", "bump", "--namespace", name, "--yes")
+        assert "is invalidated already" in text(daemon, "epoch", "bump", name, "--yes")
         # One that this daemon knows nothing of, as where only a shared directory has it.
         assert bump(daemon, bytes(16))["changed"]
-        unknown = kvdepotctl(daemon, "epoch", "bump", "--namespace", "0" * 8, "--yes")
+        unknown = kvdepotctl(daemon, "epoch", "bump", "0" * 8, "--yes")
         assert (unknown.returncode, "no namespace begins with" in unknown.stderr) == (1, True)
         early = kvdepotctl(daemon, "epoch", "bump", "--to", "2", "--yes")
         assert (early.returncode, "bump to 3 or more" in early.stderr) == (2, True)
         with pytest.raises(click.UsageError):
-            answered(daemon, "epoch", "bump", "--namespace", name, "--to", "3")
+            answered(daemon, "epoch", "bump", name, "--to", "3")
         assert bump(daemon, None, "--to", "5")["bump"] == 5
         assert "nothing to do: the counter is 5" in text(daemon, "epoch", "bump", "--to", "4", "--yes")
         assert wanted(one, SPEC) == 5

@@ -298,7 +298,7 @@ def test_a_reader_that_has_enough_says_nothing_of_the_daemon(daemon: DaemonProce
 def test_usage_is_checked_before_the_daemon_is_asked() -> None:
     missing = kvdepotctl("unix:///nowhere/d.sock", "prefetch")
     assert missing.returncode == 2
-    assert "Missing option '--namespace'" in missing.stderr
+    assert "Missing argument 'NAMESPACE[/KEY]'" in missing.stderr
     shown = kvdepotctl("unix:///nowhere/d.sock", "--version")
     assert (shown.returncode, shown.stdout.startswith("kvdepotctl ")) == (0, True)
 

@@ -71,15 +71,15 @@ def prefetched(daemon: DaemonProcess, *arguments: str, code: int = 0) -> dict[st
 
 def test_a_path_and_then_a_namespace_are_in_ram_before_an_engine_asks(daemon: DaemonProcess) -> None:
     name = fill(daemon)
-    found = prefetched(daemon, "--namespace", name[:8], "--chunk", KEYS[3].hex())
+    found = prefetched(daemon, f"{name[:8]}/{KEYS[3].hex()}")
     assert found == {
         "chunks": 0, "examined": 4, "present": 0, "read": 4, "read_bytes": 4 * OBJECT_BYTES, "refused": {},
         "failed": {}, "finished": True, "reason": "",
     }  # fmt: skip
     assert tier_objects(daemon, 0) == 4
-    found = prefetched(daemon, "--namespace", name)
+    found = prefetched(daemon, name)
     assert (found["chunks"], found["examined"], found["present"], found["read"]) == (16, 16, 4, 12)
-    assert "16" in answered(daemon, "prefetch", "--namespace", name), "all of it is there"
+    assert "16" in answered(daemon, "prefetch", name), "all of it is there"
     with RawEngine(daemon.socket, spec=SPEC) as engine:
         assert engine.tier_of(KEYS) == engine.tier_of(OTHER) == "ram"
         assert engine.load(KEYS) == [payload_of(key) for key in KEYS]
@@ -101,7 +101,7 @@ def test_within_the_share_and_neither_pins_nor_leases_are_evicted_for_it(directo
             assert record(daemon, "pin", f"{name}/{OTHER[-1].hex()}")["objects"] == len(OTHER)
             lease, outcome, _ = engine.acquire(KEYS[:2])
             assert outcome is AcquireOutcome.GRANTED
-            found = prefetched(daemon, "--namespace", name, code=1)
+            found = prefetched(daemon, name, code=1)
             assert found["present"] == 6 and 1 <= found["read"] <= at_most
             assert found["refused"] == {"share": CHUNKS - 2 - found["read"]}
             assert engine.tier_of(OTHER) == "ram"
@@ -114,13 +114,13 @@ def test_what_an_operator_has_switched_off_is_refused_and_so_is_what_is_not_ther
     name = fill(daemon)
     answered(daemon, "loads", "off", name)
     with pytest.raises(LoadsOff):
-        answered(daemon, "prefetch", "--namespace", name)
-    refused = kvdepotctl(daemon, "prefetch", "--namespace", name)
+        answered(daemon, "prefetch", name)
+    refused = kvdepotctl(daemon, "prefetch", name)
     assert (refused.returncode, "the operator has switched loads off" in refused.stderr) == (1, True)
     answered(daemon, "loads", "on", name)
-    for arguments in (("--namespace", "0" * 32), ("--namespace", name, "--chunk", "f" * 32)):
+    for arguments in ("0" * 32, f"{name}/{'f' * 32}"):
         with pytest.raises(NotFound):
-            answered(daemon, "prefetch", *arguments)
+            answered(daemon, "prefetch", arguments)
     assert kvdepotctl(daemon, "prefetch").returncode == 2
     assert tier_objects(daemon, 0) == 0
 
@@ -137,7 +137,7 @@ class TestHungMount:
             name = fill(daemon)
             mount.hang()
             try:
-                found = prefetched(daemon, "--namespace", name, code=1)
+                found = prefetched(daemon, name, code=1)
             finally:
                 mount.go_on()
             assert found["read"] + sum(found["failed"].values()) == CHUNKS + len(OTHER), found
@@ -152,11 +152,11 @@ class TestHungMount:
             mount.fault(read=0, seconds=20)
             command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint", daemon.endpoint, "prefetch"]
             slow = subprocess.Popen(
-                [*command, "--namespace", name, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [*command, name, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
             assert slow.stdout is not None
             assert not json.loads(slow.stdout.readline())["finished"]
-            refused = kvdepotctl(daemon, "prefetch", "--namespace", name)
+            refused = kvdepotctl(daemon, "prefetch", name)
             assert (refused.returncode, "prefetches at once" in refused.stderr) == (1, True)
             slow.send_signal(signal.SIGINT)
             assert slow.wait(patient(30)) == 130
@@ -165,5 +165,5 @@ class TestHungMount:
             mount.fault()
             mount.let_go()
             wait_until(lambda: status_of(daemon.socket).tiers[0].lent_bytes == 0, "nothing is lent", 60)
-            assert prefetched(daemon, "--namespace", name)["failed"] == {}
+            assert prefetched(daemon, name)["failed"] == {}
             assert tier_objects(daemon, 0) == CHUNKS + len(OTHER)

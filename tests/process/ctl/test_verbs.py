@@ -240,7 +240,7 @@ def test_who_may_not_open_the_socket_is_refused(daemon: DaemonProcess, engine: R
         "import os, rich.console\nfrom kvdepot.client.ctl.app import main\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); main()"  # once all is read that only root may
     )
-    for verb in (("loads", "off"), ("quota", "set", "1MiB"), ("verify",), ("prefetch", "--namespace", "0")):
+    for verb in (("loads", "off"), ("quota", "set", "1MiB"), ("verify",), ("prefetch", "0")):
         command = [sys.executable, "-c", program, "--endpoint", daemon.endpoint, *verb]
         refused = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
         assert refused.returncode == 4, refused.stderr

@@ -105,9 +105,9 @@ def test_everything_is_read_in_every_tier_or_what_is_named(daemon: DaemonProcess
     assert {tier: sound(found[tier]) for tier in found} == {"ram": 11, "nvme": 11}
     assert found["ram"]["objects"] == found["nvme"]["objects"] == 11
     assert found["nvme"]["verified_bytes"] == CHUNKS * OBJECT_BYTES + 3 * (128 << 10)
-    found = verified(daemon, "--namespace", name[:8])
+    found = verified(daemon, name[:8])
     assert {tier: sound(found[tier]) for tier in found} == {"ram": 8, "nvme": 8}
-    found = verified(daemon, "--namespace", name, "--chunk", KEYS[5].hex(), "--tier", "nvme")
+    found = verified(daemon, f"{name}/{KEYS[5].hex()}", "--tier", "nvme")
     assert {tier: sound(found[tier]) for tier in found} == {"nvme": 3}, "the chunk and what follows it"
     shown = text(daemon, "verify", "--tier", "ram")
     assert "verified" in shown and "nvme" not in shown
@@ -143,7 +143,7 @@ def test_damage_that_nobody_has_whole_takes_what_is_below_it() -> None:
         engine.store(KEYS)
         wait_until(lambda: engine.counter("checksummed_objects") == CHUNKS, "the sums", 60)
         damage_in_ram(engine, KEYS[3])
-        printed = kvdepotctl(daemon, "verify", "--namespace", engine.namespace.hex())
+        printed = kvdepotctl(daemon, "verify", engine.namespace.hex())
         assert (printed.returncode, "1 corrupt" in printed.stdout) == (1, True)
         assert engine.locate(KEYS) == 3 * 256
         assert engine.load(KEYS[:3]) == [payload_of(key) for key in KEYS[:3]]
@@ -211,14 +211,14 @@ def test_progress_is_shown_on_a_terminal(daemon: DaemonProcess, engine: RawEngin
 def test_what_is_no_sense_is_refused(daemon: DaemonProcess, engine: RawEngine) -> None:
     for wrong, arguments in (
         (NotFound, ("--tier", "floppy")),
-        (NotFound, ("--namespace", "0" * 32)),
-        (NotFound, ("--namespace", engine.namespace.hex(), "--chunk", "f" * 32)),
+        (NotFound, ("0" * 32,)),
+        (NotFound, (f"{engine.namespace.hex()}/{'f' * 32}",)),
         (click.BadParameter, ("--rate", "fast")),
         (click.BadParameter, ("--rate", "0")),
     ):
         with pytest.raises(wrong):
             answered(daemon, "verify", *arguments)
-    assert kvdepotctl(daemon, "verify", "--chunk", KEYS[0].hex()).returncode == 2
+    assert kvdepotctl(daemon, "verify", f"/{KEYS[0].hex()}").returncode == 2
 
 
 def test_a_daemon_that_stops_answering_is_not_waited_for(daemon: DaemonProcess, engine: RawEngine) -> None:

@@ -296,7 +296,7 @@ def epoch_bumped(depot: Depot) -> Iterator[Asked]:
     with depot.engine(spec) as engine:
         keys = depot.keys()
         engine.store(keys)
-        answered(depot.daemon, "epoch", "bump", "--namespace", engine.namespace.hex(), "--yes")
+        answered(depot.daemon, "epoch", "bump", engine.namespace.hex(), "--yes")
     with depot.engine(replace(spec, bumps=1)) as engine:
         yield Asked(engine, keys)
 

@@ -51,16 +51,6 @@ class Name(_Asked):
         return [CompletionItem(one.namespace_id.hex()[:_DIGITS], help=one.label) for one in names]
 
 
-class Key(_Asked):
-    """KEY of a chunk of the namespace that `--namespace` names."""
-
-    name = "key"
-
-    def _found(self, operator: Operator, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        namespace = ctx.params.get("namespace")
-        return _chunks(operator, namespace, incomplete, "") if namespace else []
-
-
 class TierName(_Asked):
     """The name of a tier, completed from the daemon's."""
 

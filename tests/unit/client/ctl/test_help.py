@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from unittest.mock import MagicMock
 
 import click
 import pytest
+from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
+from kvdepot.client.ctl.commands.options import place
 from kvdepot.client.ctl.sections import SectionedGroup, summary
 from kvdepot.server.daemon.app import _parser
 
@@ -46,6 +49,37 @@ def test_a_summary_is_short_and_starts_with_a_verb(verb: str) -> None:
     assert 0 < len(text) <= SUMMARY_LENGTH_MAX
     assert text.split()[0] in IMPERATIVES
     assert not text.endswith(".") and "\n" not in text
+
+
+@pytest.mark.requirement("P10")
+def test_a_verb_takes_namespaces_and_chunks_as_one_argument() -> None:
+    def options(group: click.Group, path: str) -> dict[str, set[str]]:
+        """Return the options of each verb, but of `quota`: there, a namespace is one of three keys of a [[quota]]."""
+        found: dict[str, set[str]] = {}
+        for name, command in group.commands.items():
+            if isinstance(command, click.Group):
+                found |= {} if name == "quota" else options(command, f"{path} {name}")
+            else:
+                found[f"{path} {name}"] = {option for one in command.params for option in one.opts}
+        return found
+
+    found = options(cli, "kvdepotctl")
+    assert {"kvdepotctl verify", "kvdepotctl prefetch", "kvdepotctl epoch bump"} <= found.keys()
+    assert [verb for verb, given in found.items() if given & {"--namespace", "--chunk", "--key"}] == []
+
+
+@pytest.mark.requirement("P10")
+@pytest.mark.parametrize("verb", ["evict", "pin", "verify", "prefetch", "epoch bump"])
+def test_an_empty_name_is_wrong_usage_and_never_everything(verb: str) -> None:
+    done = CliRunner().invoke(cli, ["--endpoint", "unix:///nowhere/d.sock", *verb.split(), ""])
+    assert done.exit_code == 2 and "is empty" in done.output
+
+
+@pytest.mark.requirement("P10")
+@pytest.mark.parametrize("name", ["/", "/61833e"])
+def test_a_name_without_a_namespace_is_wrong_usage(name: str) -> None:
+    with pytest.raises(click.UsageError):
+        place(MagicMock(), name)
 
 
 @pytest.mark.requirement("P10")

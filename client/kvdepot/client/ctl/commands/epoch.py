@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import click
 from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import confirm, json_option
-from kvdepot.client.ctl.completing import Name
+from kvdepot.client.ctl.commands.options import confirm, json_option, name_argument
 from kvdepot.client.ctl.texts import say
 from kvdepot.core.control import BumpCall
 from kvdepot.core.limits import BUMPS_MAX
@@ -24,9 +23,7 @@ def epoch() -> None:
 
 
 @epoch.command()
-@click.option(
-    "--namespace", type=Name(chunks=False), default="", help="Invalidate only this one; its id may be shortened."
-)
+@name_argument(required=False, chunks=False)
 @click.option(
     "--to", type=click.IntRange(1, BUMPS_MAX), default=None, metavar="COUNTER",
     help="Bump to this counter, the one of the other nodes of a shared directory. No effect if it is reached already.",
@@ -34,18 +31,18 @@ def epoch() -> None:
 @click.option("--yes", is_flag=True, help="Invalidate without asking.")
 @json_option
 @click.pass_obj
-def bump(connection: tuple[Endpoint, float], namespace: str, to: int | None, yes: bool, as_json: bool) -> int:
+def bump(connection: tuple[Endpoint, float], name: str, to: int | None, yes: bool, as_json: bool) -> int:
     """Invalidate all objects stored so far.
 
-    Objects of all namespaces, or of one, are never served again from any tier. This cannot be undone. It takes effect
-    before this answers, and survives restarts of the daemon. Loads in progress fail and are recomputed; stores in
-    progress are discarded. Engines continue under another namespace. On a shared directory, bump every node: each
+    Objects of all namespaces, or of NAMESPACE, are never served again from any tier. This cannot be undone. It takes
+    effect before this answers, and survives restarts of the daemon. Loads in progress fail and are recomputed; stores
+    in progress are discarded. Engines continue under another namespace. On a shared directory, bump every node: each
     daemon has its own counter.
     """
-    if namespace and to is not None:
-        raise click.UsageError("--to needs all namespaces: leave out --namespace")
+    if name and to is not None:
+        raise click.UsageError("--to needs all namespaces: leave out NAMESPACE")
     with connect(*connection) as operator:
-        namespace_id = operator.find_any_namespace(namespace) if namespace else b""
+        namespace_id = operator.find_any_namespace(name) if name else b""
         whose = f"namespace {namespace_id.hex()[:12]}" if namespace_id else "all namespaces"
         if not yes and not as_json:
             confirm(f"invalidate all stored objects of {whose}?")

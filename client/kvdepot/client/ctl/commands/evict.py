@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import click
 from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import confirm, json_option
-from kvdepot.client.ctl.completing import Name
+from kvdepot.client.ctl.commands.options import confirm, json_option, name_argument, place
 from kvdepot.client.ctl.texts import say
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", metavar="NAMESPACE[/KEY]", type=Name(chunks=True))
+@name_argument()
 @click.option("--yes", is_flag=True, help="Delete a whole namespace without asking.")
 @json_option
 @click.pass_obj
@@ -27,10 +26,8 @@ def evict(connection: tuple[Endpoint, float], name: str, yes: bool, as_json: boo
     be shortened while they are unique. When this answers, no engine finds the objects any more. Copies in progress keep
     their memory until they end. Files of a shared tier stay, because other nodes use them.
     """
-    namespace, _, prefix = name.partition("/")
     with connect(*connection) as operator:
-        namespace_id = operator.find_namespace(namespace)
-        key = operator.find_chunk(namespace_id, prefix) if prefix else b""
+        namespace_id, key = place(operator, name)
         shown = namespace_id.hex()[:12] + (f"/{key.hex()[:12]}" if key else "")
         if not key and not yes and not as_json:
             confirm(f"delete all objects of namespace {shown}?")

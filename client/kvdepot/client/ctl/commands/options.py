@@ -7,8 +7,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 from kvdepot.client.ctl.as_json import choose_yaml
-from kvdepot.client.ctl.completing import Key, Name
+from kvdepot.client.ctl.completing import Name
 from kvdepot.client.ctl.texts import say
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.units import parse_rate_bytes_per_second
@@ -63,25 +64,35 @@ def output_option(*tables: str) -> Callable[[FC], FC]:
 
 
 json_option = output_option()
-chunk_option = click.option(
-    "--chunk", metavar="KEY", type=Key(), default="", help="One chunk of the namespace; its key may be shortened."
-)
 
 
-def namespace_option(*, required: bool) -> Callable[[FC], FC]:
+def _not_empty(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Refuse an empty name: a script whose variable is not set does not mean everything."""
+    if not value and ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
+        raise click.BadParameter("is empty; leave it out, or name a namespace", ctx, param)
+    return value
+
+
+def name_argument(*, required: bool = True, chunks: bool = True) -> Callable[[FC], FC]:
+    """Give a command the argument `name`: NAMESPACE, or with `chunks` NAMESPACE/KEY. `place` says what it names."""
+    metavar = "NAMESPACE[/KEY]" if chunks else "NAMESPACE"
     default: dict[str, Any] = {} if required else {"default": ""}  # click 8.5 takes a None for a value
-    return click.option(
-        "--namespace", metavar="NAMESPACE", type=Name(chunks=False), required=required,
-        help="Id of the namespace; it may be shortened.", **default,
-    )  # fmt: skip
+    return click.argument(
+        "name",
+        metavar=metavar if required else f"[{metavar}]",
+        type=Name(chunks=chunks),
+        callback=_not_empty,
+        **default,
+    )
 
 
-def place(operator: Operator, namespace: str, chunk: str) -> tuple[bytes, bytes]:
+def place(operator: Operator, name: str) -> tuple[bytes, bytes]:
     """(namespace id, key), empty where they are not named. Raises NotFound, or InvalidArgument."""
-    if chunk and not namespace:
-        raise click.UsageError("--chunk needs --namespace")
+    namespace, _, prefix = name.partition("/")
+    if name and not namespace:
+        raise click.UsageError(f"{name!r} names no namespace")
     namespace_id = operator.find_namespace(namespace) if namespace else b""
-    return namespace_id, operator.find_chunk(namespace_id, chunk) if chunk else b""
+    return namespace_id, operator.find_chunk(namespace_id, prefix) if prefix else b""
 
 
 def confirm(question: str) -> None:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import click
 from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option
-from kvdepot.client.ctl.completing import Name
+from kvdepot.client.ctl.commands.options import json_option, name_argument, place
 from kvdepot.client.ctl.printer import pin_text
 from kvdepot.client.ctl.texts import say
 from kvdepot.core.control import PinCall
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", metavar="NAMESPACE[/KEY]", type=Name(chunks=True))
+@name_argument()
 @click.option("--ttl", default="1h", show_default=True, metavar="DURATION", help="Time from now on: 90s, 8h, 7d.")
 @json_option
 @click.pass_obj
@@ -31,10 +30,8 @@ def pin(connection: tuple[Endpoint, float], name: str, ttl: str, as_json: bool) 
     Another pin of the same name sets the time again. Pins survive restarts of the daemon.
     """
     seconds = parse_duration_seconds(ttl)
-    namespace, _, prefix = name.partition("/")
     with connect(*connection) as operator:
-        namespace_id = operator.find_namespace(namespace)
-        key = operator.find_chunk(namespace_id, prefix) if prefix else b""
+        namespace_id, key = place(operator, name)
         reply = operator.pin(PinCall(namespace_id, key, seconds))
     found = reply.pin
     if as_json:
@@ -48,7 +45,7 @@ def pin(connection: tuple[Endpoint, float], name: str, ttl: str, as_json: bool) 
 
 
 @click.command()
-@click.argument("name", metavar="NAMESPACE[/KEY]", type=Name(chunks=True))
+@name_argument()
 @json_option
 @click.pass_obj
 def unpin(connection: tuple[Endpoint, float], name: str, as_json: bool) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import chunk_option, json_option, namespace_option, place
+from kvdepot.client.ctl.commands.options import json_option, name_argument, place
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
 from kvdepot.client.ctl.printer import new_table, show
 from kvdepot.client.ctl.texts import escape
@@ -22,21 +22,20 @@ EXIT_NOT_ALL: Final = 1
 
 
 @click.command()
-@namespace_option(required=True)
-@chunk_option
+@name_argument()
 @json_option
 @click.pass_obj
-def prefetch(connection: tuple[Endpoint, float], namespace: str, chunk: str, as_json: bool) -> int:
+def prefetch(connection: tuple[Endpoint, float], name: str, as_json: bool) -> int:
     """Read objects from lower tiers into RAM.
 
-    Reads NAMESPACE, or the prefix that ends with a chunk. Operator prefetch uses the limits of request prefetch and has
-    the lowest priority. It may use at most [policy] prefetch_share of RAM. ^C stops it in the daemon too. Prefetched
-    objects may be evicted; pin them to prevent that. With --json, prints one line per progress report. Exit code 1: not
-    all objects are in RAM.
+    Reads NAMESPACE, or the prefix that ends with its chunk KEY. Operator prefetch uses the limits of request prefetch
+    and has the lowest priority. It may use at most [policy] prefetch_share of RAM. ^C stops it in the daemon too.
+    Prefetched objects may be evicted; pin them to prevent that. With --json, prints one line per progress report. Exit
+    code 1: not all objects are in RAM.
     """
     console = Console()
     with connect(*connection) as operator:
-        replies = operator.prefetch(*place(operator, namespace, chunk))
+        replies = operator.prefetch(*place(operator, name))
         followed = follow(replies, console, _bars, as_json=as_json)
     reply = followed.reply
     if reply is None:

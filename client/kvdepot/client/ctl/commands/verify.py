@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import RateType, chunk_option, json_option, namespace_option, place
+from kvdepot.client.ctl.commands.options import RateType, json_option, name_argument, place
 from kvdepot.client.ctl.completing import TierName
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
 from kvdepot.client.ctl.printer import new_table, show
@@ -26,8 +26,7 @@ EXIT_FOUND: Final = 1
 
 
 @click.command()
-@namespace_option(required=False)
-@chunk_option
+@name_argument(required=False)
 @click.option("--tier", metavar="NAME", type=TierName(), default="", help="Only this tier: ram, or a name of [[tier]].")
 @click.option(
     "--rate",
@@ -40,18 +39,18 @@ EXIT_FOUND: Final = 1
 @json_option
 @click.pass_obj
 def verify(
-    connection: tuple[Endpoint, float], namespace: str, chunk: str, tier: str, rate: int, as_json: bool
+    connection: tuple[Endpoint, float], name: str, tier: str, rate: int, as_json: bool
 ) -> int:  # fmt: skip
     """Verify stored objects by their checksums.
 
-    Reads all objects, or a namespace, or a chunk with every chunk after it, and compares their checksums. It has the
-    lowest priority; ^C stops it in the daemon too. Damaged objects are dropped from RAM, or moved to quarantine. With
-    --json, prints one line per progress report. Exit code 1: an object is damaged, or a tier could not be read to its
-    end.
+    Reads all objects, or those of NAMESPACE, or its chunk KEY with every chunk after it, and compares their checksums.
+    It has the lowest priority; ^C stops it in the daemon too. Damaged objects are dropped from RAM, or moved to
+    quarantine. With --json, prints one line per progress report. Exit code 1: an object is damaged, or a tier could not
+    be read to its end.
     """
     console = Console()
     with connect(*connection) as operator:
-        call = VerifyCall(rate, *place(operator, namespace, chunk), tier)
+        call = VerifyCall(rate, *place(operator, name), tier)
         followed = follow(operator.verify(call), console, _bars, as_json=as_json)
     tiers = followed.reply.tiers if followed.reply else ()
     if tiers and not as_json:
