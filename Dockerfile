@@ -28,6 +28,9 @@ RUN groupadd --gid 10001 kvdepot \
  && install -d -o kvdepot -g kvdepot -m 0700 /var/lib/kvdepot /var/lib/kvdepotd
 COPY --from=build /opt/kvdepot /opt/kvdepot
 COPY --from=build /etc/kvdepot/kvdepot.toml /etc/kvdepot/kvdepot.toml
+LABEL org.opencontainers.image.title="kvdepot" \
+      org.opencontainers.image.description="KV-cache storage daemon for LLM engines" \
+      org.opencontainers.image.licenses="Apache-2.0"
 ENV PATH=/opt/kvdepot/bin:$PATH KVDEPOT_ENDPOINT=unix:///run/kvdepot/kvdepot.sock
 USER 10001:10001
 STOPSIGNAL SIGTERM

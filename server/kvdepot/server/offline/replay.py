@@ -145,7 +145,7 @@ def unique_bytes(trace: Trace, *, checkpoints: bool = False) -> int:
 def capacities(trace: Trace, *, checkpoints: bool = False) -> list[int]:
     """Return useful sizes of RAM: shares of `unique_bytes`."""
     total = unique_bytes(trace, checkpoints=checkpoints)
-    return [max(int(total * share), 1 << 20) for share in _FRACTIONS]
+    return sorted({max(int(total * share), 1 << 20) for share in _FRACTIONS})
 
 
 def recorded(trace: Trace) -> Hits:

@@ -102,6 +102,11 @@ def test_namespaces_share_the_room_and_no_chunk() -> None:
     assert capacities(trace)[-1] == 7 * OBJECT_BYTES
 
 
+def test_a_small_trace_has_each_size_once() -> None:
+    trace = Trace({"one": spec(ATTENTION)}, (Request(0, "one", (0,), 0),))
+    assert len(capacities(trace)) == len(set(capacities(trace))) < 5
+
+
 def test_what_was_offered_then_is_told_beside_it() -> None:
     trace = Trace({"one": spec(ATTENTION)}, (Request(0, "one", (0, 1), 256), Request(1, "one", (), 0)))
     assert recorded(trace).rate == 0.5
@@ -127,7 +132,7 @@ def test_kvdepotd_replay_prints_a_row_for_each_size_and_policy(
     assert app.main(arguments) == 0
     assert "1.00 GiB  lru          60.0%            1536" in capsys.readouterr().out
     assert app.main(["replay", str(tmp_path / "trace")]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 1 + 5 + 1
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 1 + 3 + 1  # 1, 2 and 4 MiB
 
 
 def test_kvdepotd_replay_refuses_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,8 +64,9 @@ def check_same_configuration(daemon: Daemon, settings: Settings) -> Finding:
     check, status = Check("configuration in use", DAEMON), daemon.status
     if status is None:
         return check.skipped(_SILENT)
-    running = {tier.name: (tier.kind, tier.capacity_bytes) for tier in status.tiers if tier.kind != "ram"}
+    running = {tier.name: (tier.kind, tier.capacity_bytes) for tier in status.tiers}
     configured = {place.name: (place.kind, place.needed_bytes) for place in settings.places[1:]}
+    configured[settings.ram.name] = settings.ram.kind, settings.capacity_bytes
     differing = sorted(name for name in running.keys() | configured.keys() if running.get(name) != configured.get(name))
     if f"unix://{daemon.endpoint.path}" not in settings.listen:
         return check.warn(

@@ -113,6 +113,8 @@ def test_a_tier_that_is_being_made_is_well() -> None:
 def test_another_configuration_than_the_running_one() -> None:
     smaller = daemon_checks.check_same_configuration(with_tier(capacity_bytes=1 << 39), SETTINGS)
     assert smaller.outcome is Outcome.WARN and "capacity of nvme" in smaller.message
+    ram = daemon_checks.check_same_configuration(GOOD, replace(SETTINGS, capacity_bytes=4 << 30))
+    assert ram.outcome is Outcome.WARN and "capacity of ram" in ram.message
     elsewhere = daemon_checks.check_same_configuration(GOOD, replace(SETTINGS, listen=("unix:///x",)))
     assert elsewhere.outcome is Outcome.WARN and "none of the sockets of a.toml" in elsewhere.message
 
