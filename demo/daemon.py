@@ -48,8 +48,15 @@ class Daemon:
     runtime directory; else `configuration` is TOML that starts inside the `[ram]` table.
     """
 
-    def __init__(self, configuration: str | None = None, patience: Callable[[], float] = lambda: 1.0) -> None:
-        """`patience`: how many times as long as usual things may take now, asked again and again during each wait."""
+    def __init__(
+        self, configuration: str | None = None, patience: Callable[[], float] = lambda: 1.0, peers: str = ""
+    ) -> None:
+        """Make its folders.
+
+        Args:
+            patience: how many times as long as usual things may take now, asked again and again during each wait.
+            peers: where it listens for peers, beside a configuration.
+        """
         self._patience = patience
         self.directory = Path(tempfile.mkdtemp(prefix="kvd-"))
         self.memory = Path(tempfile.mkdtemp(prefix="kvd-", dir="/dev/shm"))
@@ -59,8 +66,9 @@ class Daemon:
         self._arguments: list[str] = []
         if configuration is not None:
             file = self.directory / "kvdepot.toml"
+            listen_peers = f'listen_peers = "{peers}"\n' if peers else ""
             file.write_text(
-                f'[daemon]\nlisten = ["{self.endpoint}"]\nmetrics = "127.0.0.1:0"\n'
+                f'[daemon]\nlisten = ["{self.endpoint}"]\nmetrics = "127.0.0.1:0"\n{listen_peers}'
                 f'[ram]\npath = "{self.memory}"\n{configuration}'
             )
             self._arguments = [str(file)]
