@@ -92,7 +92,9 @@ def free_port() -> int:
 
 
 @pytest.fixture(
-    scope="module", params=[HYBRID, pytest.param(DENSE, marks=pytest.mark.long)], ids=lambda toy: str(toy.name)
+    scope="module",
+    params=[pytest.param(toy, marks=pytest.mark.long(seconds=110)) for toy in (HYBRID, DENSE)],
+    ids=lambda toy: str(toy.name),
 )
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines_of_this_module: None

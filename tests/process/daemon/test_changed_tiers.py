@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 from kvdepot.core.calls import AcquireOutcome
 from kvdepot.server.config.config import load
 from kvdepot.server.daemon.start_checks import arena_outlook
@@ -44,6 +45,22 @@ CHANGES: dict[str, Change] = {
     "name": lambda path: (disk(path), disk(path).replace('"nvme"', '"fast"')),
     "codec": lambda path: (disk(path), disk(path, codec='"lz4"')),
 }
+
+
+IN_SHORT = {("add", True), ("remove", False), ("larger", False), ("path", True)}
+"""Changes, and whether the daemon is killed, that `make test` tries too."""
+
+
+def cases(*changes: str) -> list[ParameterSet]:
+    """Return names of changes, each with a stop and with a kill."""
+    return [
+        pytest.param(
+            change, kill, id=f"{change}-{'kill' if kill else 'stop'}",
+            marks=() if (change, kill) in IN_SHORT else pytest.mark.long(seconds=6),
+        )
+        for change in changes
+        for kill in (False, True)
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -85,10 +102,9 @@ def restart(node: DaemonProcess, text: str, *, kill: bool) -> str:
 
 
 @pytest.mark.requirement("T6", "I1")
-@pytest.mark.parametrize("kill", [False, True], ids=["stop", "kill"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_tier_keeps_what_ram_has(node: DaemonProcess, directory: Path, change: Change, kill: bool) -> None:
-    before, after = change(directory)
+@pytest.mark.parametrize(("change", "kill"), cases(*CHANGES))
+def test_a_changed_tier_keeps_what_ram_has(node: DaemonProcess, directory: Path, change: str, kill: bool) -> None:
+    before, after = CHANGES[change](directory)
     keys = keys_of("kept", 24)
     node.config = before
     node.start()
@@ -111,8 +127,7 @@ def test_a_changed_tier_keeps_what_ram_has(node: DaemonProcess, directory: Path,
 
 
 @pytest.mark.requirement("T6", "I1")
-@pytest.mark.parametrize("kill", [False, True], ids=["stop", "kill"])
-@pytest.mark.parametrize("change", ["remove", "path"])
+@pytest.mark.parametrize(("change", "kill"), cases("remove", "path"))
 def test_what_only_the_former_tier_had_is_neither_offered_nor_counted(
     node: DaemonProcess, directory: Path, change: str, kill: bool
 ) -> None:
@@ -160,7 +175,7 @@ def fill(engine: RawEngine) -> list[list[bytes]]:
 
 
 @pytest.mark.requirement("T6", "I1")
-@pytest.mark.parametrize("kill", [False, True], ids=["stop", "kill"])
+@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.long(seconds=15)), True], ids=["stop", "kill"])
 def test_a_tier_that_is_added_to_a_full_ram_takes_its_memory_from_the_end(
     node: DaemonProcess, directory: Path, kill: bool
 ) -> None:

@@ -22,3 +22,13 @@ def test_copies_on_gpus_are_measured_and_compared_on_a_stand_in(tmp_path: Path, 
     subprocess.run(command, check=True, cwd=ROOT, timeout=patient(120), capture_output=True)
     figures = json.loads(there.read_text())
     assert {"store_ratio", "load_ratio", "pin_seconds_per_gib"} <= set(str(figures).replace("'", " ").split())
+
+
+@pytest.mark.long(seconds=90)
+def test_the_cost_of_each_call_is_measured_with_few_and_many_objects_and_with_a_disk(tmp_path: Path) -> None:
+    there = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.control", "--objects", "12000", "--engines", "2"]
+    subprocess.run([*command, "--json", str(there)], check=True, cwd=ROOT, timeout=patient(300), capture_output=True)
+    figures = json.loads(there.read_text())
+    assert 0 < figures["load_us"] < figures["store_us"]
+    assert figures["write_us"] > 0 and figures["read_us"] > 0

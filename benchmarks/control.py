@@ -1,0 +1,311 @@
+"""CPU time of the daemon's one thread per object, by call, with 1, 4 and 16 engines and many objects in RAM.
+
+Objects are small: the work of a call grows with their number, not with their bytes. Engines use the client of vLLM's
+connector, all of one namespace, and copy nothing. A prompt has 16 chunks; engines take turns. What a call causes later
+(checksums, writes, journals) counts as its own. So that machines can be compared, times are CPU time of that thread
+(`/proc/PID/task/PID/schedstat`); its longest hold is `benchmarks.loop_hold`'s.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from kvdepot.client.session import DepotSession
+from kvdepot.core.arena import ROW_BYTES_MEAN
+from kvdepot.core.calls import (
+    ROOT_KEY,
+    AcquireCall,
+    AcquireOutcome,
+    AcquireReply,
+    CommitOutcome,
+    Kind,
+    LocateCall,
+    LocateReply,
+    ReserveCall,
+    ReserveOutcome,
+    ReserveReply,
+)
+from kvdepot.core.ram_size import capacity_for
+
+from benchmarks.depot import Daemon, Status, daemon, engine
+from benchmarks.report import Report, arguments
+from tests.rigs.raw_client import CHUNK_TOKENS, dense_spec
+
+OBJECT_BYTES: Final = 4096
+PROMPT_CHUNKS: Final = 16
+ENGINES: Final = (1, 4, 16)
+FEW_OBJECTS: Final = 10_000
+SAMPLE_PROMPTS: Final = 256
+STORE_US_MAX, DISK_WRITE_US_MAX, LOAD_US_MAX, GROWTH_MAX = 50.0, 200.0, 0.5, 1.2
+_CALL_SECONDS: Final = 60.0
+_IN_FLIGHT: Final = 8
+_LOADS_AT_ONCE: Final = 32
+_DISK_RAM: Final = "640MiB"
+_DISK_CONFIG: Final = """
+[[tier]]
+name = "disk"
+kind = "disk"
+path = "{path}"
+capacity = "2GiB"
+write = "commit"
+"""
+
+Prompt = tuple[bytes, ...]
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [tuple(random.randbytes(16) for _ in range(PROMPT_CHUNKS)) for _ in range(count)]
+
+
+@dataclass(slots=True)
+class Lease:
+    session: DepotSession
+    number: int
+
+
+class Load:
+    """Calls of some engines on one daemon, and what they cost its thread."""
+
+    def __init__(self, sessions: Sequence[DepotSession], node: Daemon, status: Status) -> None:
+        self._sessions = sessions
+        self._namespace = dense_spec("control", OBJECT_BYTES).namespace_id()
+        self._clock = Path(f"/proc/{node.pid}/task/{node.pid}/schedstat")
+        self._status = status
+        self._open = 0
+
+    def cost_us(self, work: Callable[[], int]) -> float:
+        """Return CPU microseconds of the daemon's thread per object. `work` returns the number of its objects."""
+        self._settle()
+        began = self._cpu_ns()
+        objects = work()
+        self._settle()
+        return (self._cpu_ns() - began) / objects / 1000
+
+    def _cpu_ns(self) -> int:
+        return int(self._clock.read_text().split()[0])
+
+    def _settle(self) -> None:
+        """Return when nothing is left to do. Asking for that costs little beside a thousand objects."""
+        self._status.wait_summed()
+        while any(tier.queued_objects for tier in self._status().tiers):
+            time.sleep(0.05)
+
+    def _drive(self, count: int, start: Callable[[int, DepotSession], None]) -> None:
+        """Start work 0 to `count` by engines in turn, some at once, until all has ended."""
+        number = 0
+        while number < count or self._open:
+            while number < count and self._open < _IN_FLIGHT * len(self._sessions):
+                self._open += 1
+                start(number, self._sessions[number % len(self._sessions)])
+                number += 1
+            for session in self._sessions:
+                session.poll()
+
+    def reserve(self, chosen: Sequence[Prompt]) -> list[Lease]:
+        """Return the leases, one a prompt."""
+        leases: list[Lease] = []
+        boundaries = (np.arange(1, PROMPT_CHUNKS + 1) * CHUNK_TOKENS).astype("<u4").tobytes()
+
+        def start(number: int, session: DepotSession) -> None:
+            keys, lease = chosen[number], Lease(session, session.new_lease_id())
+            parents = b"".join((ROOT_KEY, *keys[:-1]))
+            kinds = bytes([Kind.ATTENTION] * len(keys))
+            call = ReserveCall(b"", lease.number, self._namespace, b"".join(keys), parents, kinds, boundaries)
+
+            def done(reply: object) -> None:
+                if not isinstance(reply, ReserveReply) or set(reply.outcomes) != {ReserveOutcome.GRANTED}:
+                    raise SystemExit(f"reserve: {reply}"[:300])
+                self._open -= 1
+                leases.append(lease)
+
+            session.submit(call, _CALL_SECONDS, done)
+
+        self._drive(len(chosen), start)
+        return leases
+
+    def commit(self, leases: Sequence[Lease]) -> int:
+        def committed(outcomes: bytes) -> None:
+            self._open -= 1
+            if set(outcomes) != {CommitOutcome.COMMITTED}:
+                raise SystemExit(f"commit: {list(outcomes)}")
+
+        self._drive(
+            len(leases),
+            lambda number, _: leases[number].session.commit(leases[number].number, range(PROMPT_CHUNKS), committed),
+        )
+        return len(leases) * PROMPT_CHUNKS
+
+    def store(self, chosen: Sequence[Prompt]) -> int:
+        """In parts, as much as the engines' credit permits."""
+        for at in range(0, len(chosen), SAMPLE_PROMPTS):
+            self.commit(self.reserve(chosen[at : at + SAMPLE_PROMPTS]))
+        return len(chosen) * PROMPT_CHUNKS
+
+    def locate(self, chosen: Sequence[Prompt]) -> list[Prompt]:
+        """Return those that are in RAM as a whole."""
+        found: list[Prompt] = []
+
+        def start(number: int, session: DepotSession) -> None:
+            keys = chosen[number]
+
+            def done(reply: object) -> None:
+                if not isinstance(reply, LocateReply):
+                    raise SystemExit(f"locate: {reply}"[:300])
+                self._open -= 1
+                if reply.boundary_tokens == PROMPT_CHUNKS * CHUNK_TOKENS:
+                    found.append(keys)
+
+            call = LocateCall(b"", self._namespace, b"".join(keys), PROMPT_CHUNKS * CHUNK_TOKENS)
+            session.submit(call, _CALL_SECONDS, done)
+
+        self._drive(len(chosen), start)
+        return found
+
+    def acquire(self, chosen: Sequence[Prompt]) -> list[Lease]:
+        leases: list[Lease] = []
+
+        def start(number: int, session: DepotSession) -> None:
+            keys, lease = chosen[number], Lease(session, session.new_lease_id())
+            kinds = bytes([Kind.ATTENTION] * len(keys))
+
+            def done(reply: object) -> None:
+                if not isinstance(reply, AcquireReply) or reply.outcome is not AcquireOutcome.GRANTED:
+                    raise SystemExit(f"acquire: {reply}"[:300])
+                self._open -= 1
+                leases.append(lease)
+
+            session.submit(AcquireCall(b"", lease.number, self._namespace, b"".join(keys), kinds), _CALL_SECONDS, done)
+
+        self._drive(len(chosen), start)
+        return leases
+
+    def release(self, leases: Sequence[Lease]) -> int:
+        for lease in leases:
+            lease.session.release((lease.number,))
+        while any(session.open_leases for session in self._sessions):
+            for session in self._sessions:
+                session.poll()
+        return len(leases) * PROMPT_CHUNKS
+
+    def costs(self, resident: Sequence[Prompt]) -> dict[str, float]:
+        """Return the microseconds of each call, with these prompts in RAM. Fresh ones are stored."""
+        fresh = prompts(SAMPLE_PROMPTS)
+        reserved: list[Lease] = []
+
+        def reserve() -> int:
+            reserved.extend(self.reserve(fresh))
+            return len(fresh) * PROMPT_CHUNKS
+
+        reserve_us = self.cost_us(reserve)
+        commit_us = self.cost_us(lambda: self.commit(reserved))
+        known = self.locate(random.sample(resident, min(len(resident), 4 * SAMPLE_PROMPTS)))[:SAMPLE_PROMPTS]
+        locate_us = self.cost_us(lambda: len(self.locate(known)) * PROMPT_CHUNKS)
+        acquire_us, release_us = self.load_us(known)
+        return {
+            "reserve": reserve_us, "commit": commit_us, "locate": locate_us, "acquire": acquire_us,
+            "release": release_us,
+        }  # fmt: skip
+
+    def load_us(self, chosen: Sequence[Prompt]) -> tuple[float, float]:
+        """Return the microseconds of an acquire and of a release. Neither causes anything later, if all is in RAM."""
+        acquired_ns = released_ns = 0
+        self._settle()
+        for at in range(0, len(chosen), _LOADS_AT_ONCE):
+            began = self._cpu_ns()
+            leases = self.acquire(chosen[at : at + _LOADS_AT_ONCE])
+            between = self._cpu_ns()
+            self.release(leases)
+            acquired_ns += between - began
+            released_ns += self._cpu_ns() - between
+        objects = len(chosen) * PROMPT_CHUNKS
+        return acquired_ns / objects / 1000, released_ns / objects / 1000
+
+
+def in_ram(objects: int, engines: int) -> dict[str, float]:
+    """Return the costs with few objects in RAM, with `objects`, and with RAM full."""
+    spec = dense_spec("control", OBJECT_BYTES)
+    ram = capacity_for(objects * ROW_BYTES_MEAN * 9 // 8)
+    found: dict[str, float] = {}
+    with ExitStack() as stack:
+        node = stack.enter_context(daemon(f"{ram >> 20}MiB"))
+        status = Status(node.endpoint)
+        status.wait_populated(node)
+        names = (f"control-{number}" for number in range(engines))
+        sessions = [stack.enter_context(engine(node.endpoint, spec, name))[0] for name in names]
+        load = Load(sessions, node, status)
+        resident = prompts(FEW_OBJECTS // PROMPT_CHUNKS)
+        load.store(resident)
+        for name, count in (("few", 0), ("many", objects - FEW_OBJECTS)):
+            more = prompts(count // PROMPT_CHUNKS)
+            load.store(more)
+            resident += more
+            found |= {f"{call}_{name}": us for call, us in load.costs(resident).items()}
+        load.store(prompts((node.arena_bytes // ROW_BYTES_MEAN - len(resident) * PROMPT_CHUNKS) // PROMPT_CHUNKS))
+        latest = prompts(4 * SAMPLE_PROMPTS)
+        load.store(latest)
+        found |= {f"{call}_full": us for call, us in load.costs(latest).items()}
+    return found
+
+
+def with_a_disk(engines: int) -> dict[str, float]:
+    """Return what a store costs that is written to a disk, and a load that reads it there."""
+    spec = dense_spec("control", OBJECT_BYTES)
+    found: dict[str, float] = {}
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd")))
+        (directory / "disk").mkdir()
+        config = directory / "config.toml"
+        config.write_text(_DISK_CONFIG.format(path=directory / "disk"))
+        node = stack.enter_context(daemon(_DISK_RAM, config=config))
+        status = Status(node.endpoint)
+        status.wait_populated(node)
+        names = (f"control-{number}" for number in range(engines))
+        sessions = [stack.enter_context(engine(node.endpoint, spec, name))[0] for name in names]
+        load = Load(sessions, node, status)
+        first = prompts(SAMPLE_PROMPTS)
+        found["store_on_disk"] = load.cost_us(lambda: load.store(first))
+        rest = node.arena_bytes * 3 // 2 // ROW_BYTES_MEAN // PROMPT_CHUNKS
+        load.store(prompts(rest))
+        found["load_from_disk"], _ = load.load_us(first)
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--objects", type=int, default=1_000_000, help="in RAM (default: 1000000, 72 GiB)")
+    parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES), help="attached (default: 1 4 16)")
+    options = parser.parse_args()
+    report = Report("control")
+    rows = {engines: in_ram(options.objects, engines) | with_a_disk(engines) for engines in options.engines}
+    columns = [f"{engines} engines" for engines in rows]
+    print(f"{'us of CPU per object':<24}" + "".join(f"{column:>12}" for column in columns))
+    for name in rows[options.engines[0]]:
+        print(f"{name:<24}" + "".join(f"{row[name]:>12.2f}" for row in rows.values()))
+    one = rows[options.engines[0]]
+    store = {engines: row["reserve_full"] + row["commit_full"] for engines, row in rows.items()}
+    load = {engines: row["acquire_many"] + row["release_many"] for engines, row in rows.items()}
+    report.figure("store_us", store[options.engines[0]], "us", at_most=STORE_US_MAX)
+    report.figure("load_us", load[options.engines[0]], "us", at_most=LOAD_US_MAX)
+    report.figure("write_us", one["store_on_disk"] - one["reserve_few"] - one["commit_few"], "us",
+                  at_most=DISK_WRITE_US_MAX)  # fmt: skip
+    report.figure("read_us", one["load_from_disk"] - one["acquire_few"], "us")
+    last = options.engines[-1]
+    report.figure("store_growth_engines", store[last] / store[options.engines[0]], "", at_most=GROWTH_MAX)
+    report.figure("load_growth_engines", load[last] / load[options.engines[0]], "", at_most=GROWTH_MAX)
+    few = one["reserve_few"] + one["commit_few"]
+    report.figure("store_growth_objects", (one["reserve_many"] + one["commit_many"]) / few, "", at_most=GROWTH_MAX)
+    report.note("objects", options.objects)
+    report.note("objects of each figure", SAMPLE_PROMPTS * PROMPT_CHUNKS)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()
