@@ -143,7 +143,7 @@ def test_the_readiness_is_told_when_the_arena_has_grown_and_not_a_tick_later() -
         node = node_with(SimpleNamespace(set_serving=set_serving), [])
         node._growing = SimpleNamespace(now=Growth(PIECE, done=True))
         node._depot.ready = lambda *_: None
-        node._arena = SimpleNamespace(layout=SimpleNamespace(data_bytes=PIECE))
+        node._arena = SimpleNamespace(rooms=(PIECE,))
         node._notify = lambda _: None
         node._loop = asyncio.get_running_loop()
         for _ in range(2):

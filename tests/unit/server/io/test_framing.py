@@ -303,7 +303,7 @@ def test_a_worker_that_lies_is_refused(field: str, value: bytes) -> None:
     fields = {
         "outcome": b"\0", "detail": bytes(4), "stored_bytes": bytes(8), "stored_sum": bytes(16), "raw_sum": bytes(16),
         "seconds": bytes(8), "direct": b"\1", "already_there": b"\0", "lengths": bytes(4),
-        "replaced": b"\0", "requests": struct.pack("<q", UNKNOWN), "received_bytes": bytes(8),
+        "replaced": b"\0", "requests": struct.pack("<q", UNKNOWN), "received_bytes": bytes(8), "source_id": bytes(8),
     }  # fmt: skip
     assert ANSWERS.unpack(0, b"".join(fields.values())) == Answer(IoOutcome.OK)
     with pytest.raises(FrameError):
