@@ -40,8 +40,9 @@ def test_the_installed_package_has_the_entry_point() -> None:
     assert point.load() is plugin.register
 
 
+@pytest.mark.long(seconds=45)
 def test_vllm_knows_the_connectors_by_their_names_alone() -> None:
-    """And processes that this one starts use the same daemon."""
+    """As engines of `tests/e2e` do. And processes that this one starts use the same daemon."""
     environment = {name: value for name, value in os.environ.items() if name != ENDPOINT_VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", _NAMED],
