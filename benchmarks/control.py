@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -229,18 +229,24 @@ class Load:
         return acquired_ns / objects / 1000, released_ns / objects / 1000
 
 
-def in_ram(objects: int, engines: int) -> dict[str, float]:
-    """Return the costs with few objects in RAM, with `objects`, and with RAM full."""
+@contextmanager
+def loaded(engines: int, ram: str, config: Path | None = None) -> Iterator[tuple[Load, Daemon]]:
+    """A daemon with its whole arena in memory, and so many engines."""
     spec = dense_spec("control", OBJECT_BYTES)
-    ram = capacity_for(objects * ROW_BYTES_MEAN * 9 // 8)
-    found: dict[str, float] = {}
     with ExitStack() as stack:
-        node = stack.enter_context(daemon(f"{ram >> 20}MiB"))
+        node = stack.enter_context(daemon(ram, config=config))
         status = Status(node.endpoint)
         status.wait_populated(node)
         names = (f"control-{number}" for number in range(engines))
         sessions = [stack.enter_context(engine(node.endpoint, spec, name))[0] for name in names]
-        load = Load(sessions, node, status)
+        yield Load(sessions, node, status), node
+
+
+def in_ram(objects: int, engines: int) -> dict[str, float]:
+    """Return the costs with few objects in RAM, with `objects`, and with RAM full."""
+    ram = capacity_for(objects * ROW_BYTES_MEAN * 9 // 8)
+    found: dict[str, float] = {}
+    with loaded(engines, f"{ram >> 20}MiB") as (load, node):
         resident = prompts(FEW_OBJECTS // PROMPT_CHUNKS)
         load.store(resident)
         for name, count in (("few", 0), ("many", objects - FEW_OBJECTS)):
@@ -257,24 +263,16 @@ def in_ram(objects: int, engines: int) -> dict[str, float]:
 
 def with_a_disk(engines: int) -> dict[str, float]:
     """Return what a store costs that is written to a disk, and a load that reads it there."""
-    spec = dense_spec("control", OBJECT_BYTES)
     found: dict[str, float] = {}
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd")))
-        (directory / "disk").mkdir()
-        config = directory / "config.toml"
-        config.write_text(_DISK_CONFIG.format(path=directory / "disk"))
-        node = stack.enter_context(daemon(_DISK_RAM, config=config))
-        status = Status(node.endpoint)
-        status.wait_populated(node)
-        names = (f"control-{number}" for number in range(engines))
-        sessions = [stack.enter_context(engine(node.endpoint, spec, name))[0] for name in names]
-        load = Load(sessions, node, status)
-        first = prompts(SAMPLE_PROMPTS)
-        found["store_on_disk"] = load.cost_us(lambda: load.store(first))
-        rest = node.arena_bytes * 3 // 2 // ROW_BYTES_MEAN // PROMPT_CHUNKS
-        load.store(prompts(rest))
-        found["load_from_disk"], _ = load.load_us(first)
+    with tempfile.TemporaryDirectory(prefix="kvd") as directory:
+        disk, config = Path(directory) / "disk", Path(directory) / "config.toml"
+        disk.mkdir()
+        config.write_text(_DISK_CONFIG.format(path=disk))
+        with loaded(engines, _DISK_RAM, config) as (load, node):
+            first = prompts(SAMPLE_PROMPTS)
+            found["store_on_disk"] = load.cost_us(lambda: load.store(first))
+            load.store(prompts(node.arena_bytes * 3 // 2 // ROW_BYTES_MEAN // PROMPT_CHUNKS))
+            found["load_from_disk"], _ = load.load_us(first)
     return found
 
 
@@ -287,21 +285,20 @@ def main() -> None:
     rows = {engines: in_ram(options.objects, engines) | with_a_disk(engines) for engines in options.engines}
     columns = [f"{engines} engines" for engines in rows]
     print(f"{'us of CPU per object':<24}" + "".join(f"{column:>12}" for column in columns))
-    for name in rows[options.engines[0]]:
+    for name in next(iter(rows.values())):
         print(f"{name:<24}" + "".join(f"{row[name]:>12.2f}" for row in rows.values()))
-    one = rows[options.engines[0]]
+    first, last = options.engines[0], options.engines[-1]
+    one = rows[first]
     store = {engines: row["reserve_full"] + row["commit_full"] for engines, row in rows.items()}
     load = {engines: row["acquire_many"] + row["release_many"] for engines, row in rows.items()}
-    report.figure("store_us", store[options.engines[0]], "us", at_most=STORE_US_MAX)
-    report.figure("load_us", load[options.engines[0]], "us", at_most=LOAD_US_MAX)
-    report.figure("write_us", one["store_on_disk"] - one["reserve_few"] - one["commit_few"], "us",
-                  at_most=DISK_WRITE_US_MAX)  # fmt: skip
+    store_few, store_many = (one[f"reserve_{name}"] + one[f"commit_{name}"] for name in ("few", "many"))
+    report.figure("store_us", store[first], "us", at_most=STORE_US_MAX)
+    report.figure("load_us", load[first], "us", at_most=LOAD_US_MAX)
+    report.figure("write_us", one["store_on_disk"] - store_few, "us", at_most=DISK_WRITE_US_MAX)
     report.figure("read_us", one["load_from_disk"] - one["acquire_few"], "us")
-    last = options.engines[-1]
-    report.figure("store_growth_engines", store[last] / store[options.engines[0]], "", at_most=GROWTH_MAX)
-    report.figure("load_growth_engines", load[last] / load[options.engines[0]], "", at_most=GROWTH_MAX)
-    few = one["reserve_few"] + one["commit_few"]
-    report.figure("store_growth_objects", (one["reserve_many"] + one["commit_many"]) / few, "", at_most=GROWTH_MAX)
+    report.figure("store_growth_engines", store[last] / store[first], "", at_most=GROWTH_MAX)
+    report.figure("load_growth_engines", load[last] / load[first], "", at_most=GROWTH_MAX)
+    report.figure("store_growth_objects", store_many / store_few, "", at_most=GROWTH_MAX)
     report.note("objects", options.objects)
     report.note("objects of each figure", SAMPLE_PROMPTS * PROMPT_CHUNKS)
     report.finish(options.json)

@@ -35,6 +35,31 @@ class Workers(Protocol):
     async def close(self, seconds: float = ...) -> int: ...
 
 
+class PassedWorkers:
+    """`Workers` that are other ones, for a subclass that adds something to `submit`."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.breaker = workers.breaker
+        self._workers = workers
+
+    @property
+    def usable(self) -> bool:
+        return self._workers.usable
+
+    @property
+    def why_unusable(self) -> str:
+        return self._workers.why_unusable
+
+    def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
+        self._workers.submit(job, priority=priority, done=done, loan=loan)
+
+    def renew(self, guard: str) -> None:
+        self._workers.renew(guard)
+
+    async def close(self, seconds: float = 3.0) -> int:
+        return await self._workers.close(seconds)
+
+
 class Hold:
     """A loan around another one (or none) that says when a worker cannot touch the place any more.
 

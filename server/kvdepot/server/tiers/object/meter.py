@@ -13,7 +13,7 @@ from typing import Final
 from kvdepot.server.io.jobs import UNKNOWN, Answer, Job, Priority, Probe, PublishFile, ReadFile, StatFiles
 from kvdepot.server.storage.base import IoOutcome, Loan
 from kvdepot.server.tiers.budget import DailyBudget
-from kvdepot.server.tiers.workers import Workers
+from kvdepot.server.tiers.workers import PassedWorkers, Workers
 
 _PROBE_REQUESTS: Final = 4
 
@@ -86,22 +86,13 @@ def _cost(job: Job) -> tuple[int, int]:
             return 0, 0
 
 
-class MeteredWorkers:
+class MeteredWorkers(PassedWorkers):
     """`Workers` whose jobs are charged to a meter."""
 
     def __init__(self, workers: Workers, meter: Meter, loop: asyncio.AbstractEventLoop) -> None:
-        self.breaker = workers.breaker
-        self._workers = workers
+        super().__init__(workers)
         self._meter = meter
         self._loop = loop
-
-    @property
-    def usable(self) -> bool:
-        return self._workers.usable
-
-    @property
-    def why_unusable(self) -> str:
-        return self._workers.why_unusable
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
         if not self._meter.charge(job):
@@ -112,10 +103,4 @@ class MeteredWorkers:
             self._meter.settle(job, answer)
             done(answer)
 
-        self._workers.submit(job, priority=priority, done=settled, loan=loan)
-
-    def renew(self, guard: str) -> None:
-        self._workers.renew(guard)
-
-    async def close(self, seconds: float = 3.0) -> int:
-        return await self._workers.close(seconds)
+        super().submit(job, priority=priority, done=settled, loan=loan)
