@@ -48,9 +48,11 @@ class DaemonProcess:
 
     def __init__(
         self, *, ram: str = "320MiB", config: str | None = None, options: tuple[str, ...] = (),
-        under: tuple[str, ...] = (),
+        under: tuple[str, ...] = (), program: tuple[str, ...] = (_PROGRAM,),
     ) -> None:  # fmt: skip
         """`under`: a module, with arguments, that runs the daemon's in its process.
+
+        `program`: the module that is the daemon, with arguments that come before the daemon's own.
 
         It may be changed between two starts, and so may `pass_fds`: descriptors that the process gets as they are.
         """
@@ -62,6 +64,7 @@ class DaemonProcess:
         self._options = options
         self.config = config  # written at each start
         self.under = under
+        self._program, *self._before = program
         self.pass_fds: tuple[int, ...] = ()
         self.process: Process | None = None
         self._turns = itertools.count(next(_turns))
@@ -110,7 +113,7 @@ class DaemonProcess:
         return line.split("metrics on ")[1].split("/metrics")[0]
 
     def command(self, *options: str) -> list[str]:
-        return [sys.executable, "-m", *self.under, _PROGRAM, *self._arguments(*options)]
+        return [sys.executable, "-m", *self.under, self._program, *self._arguments(*options)]
 
     def _arguments(self, *options: str) -> list[str]:
         config = []
@@ -121,7 +124,7 @@ class DaemonProcess:
         own = ["--socket", str(self.socket), "--arena-dir", str(self.arena_directory)]
         own += ["--ram", self.ram, "--metrics", "127.0.0.1:0"]
         own += [] if config else ["--disk", ""]
-        return ["serve", *config, *own, *self._options, *options]
+        return [*self._before, "serve", *config, *own, *self._options, *options]
 
     def start(self, *, ready: bool = True, options: tuple[str, ...] = ()) -> Self:
         """Returns when the daemon is ready to serve. Raises AssertionError with its log when it is not.
@@ -134,7 +137,9 @@ class DaemonProcess:
             streams = (nothing.fileno(), log.fileno(), log.fileno())
             if not (self.under or self.pass_fds):
                 number = next(self._turns) % _SERVERS
-                self.process = forked_program.start(_PROGRAM, self._arguments(*options), streams, server_number=number)
+                self.process = forked_program.start(
+                    self._program, self._arguments(*options), streams, server_number=number
+                )
             if self.process is None:
                 self.process = subprocess.Popen(
                     self.command(*options), stdout=log, stderr=log, stdin=nothing, pass_fds=self.pass_fds

@@ -1,0 +1,53 @@
+"""Daemons that are peers of each other, each in a network namespace of its own (`tests.rigs.network`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.network import Network
+from tests.rigs.patience import wait_until
+from tests.rigs.peer_fleet import RAM, Fleet, tier_of
+
+PORT: Final = 7448
+"""Of all sources: each has an address of its own."""
+
+
+class PeerNetwork(Fleet):
+    """`close` ends all daemons. The network is the caller's."""
+
+    def __init__(self, folder: Path, network: Network) -> None:
+        super().__init__(folder)
+        self.network = network
+
+    def source_at(self, node: int, *, ram: str = RAM, cpus: Iterable[int] = (), more: str = "") -> DaemonProcess:
+        """Start a daemon that listens for peers. It listens at the same place after each restart."""
+        listen = f'[daemon]\nlisten_peers = "tcp://{self.network.address(node)}:{PORT}"\n'
+        return self._at(node, f"{listen}{self.tls()}{more}", ram, cpus)
+
+    def reader_at(
+        self, node: int, *sources: int, deadline: str = "2s", ram: str = RAM, cpus: Iterable[int] = (),
+        breaker: str = 'failures = 3\nprobe_every = "1s"\n',
+    ) -> DaemonProcess:  # fmt: skip
+        """Start a daemon with a peer tier for each of these nodes. Return when all tiers are ready."""
+        tiers = "".join(
+            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "tcp://{self.network.address(source)}:{PORT}"\n'
+            f'capacity = "64MiB"\ndeadline = "{deadline}"\n'
+            for number, source in enumerate(sources)
+        )
+        daemon = self._at(node, f'{self.tls()}{tiers}[breaker]\n{breaker}[policy]\nnegative_ttl = "100ms"\n', ram, cpus)
+        wait_until(lambda: self.ready(daemon, len(sources)), "all its tiers are ready")
+        return daemon
+
+    @staticmethod
+    def ready(daemon: DaemonProcess, tiers: int) -> bool:
+        """Return whether its peers can be read."""
+        found = [tier_of(daemon, number) for number in range(tiers)]
+        return all((one.state, one.breaker) == ("ready", "closed") for one in found)
+
+    def _at(self, node: int, config: str, ram: str, cpus: Iterable[int]) -> DaemonProcess:
+        daemon = DaemonProcess(ram=ram, config=config, program=self.network.program(node, cpus))
+        self.daemons.append(daemon)
+        return daemon.start()
