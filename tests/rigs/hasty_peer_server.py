@@ -1,4 +1,4 @@
-"""The process that sends to peers, with little patience and few places. Started instead of the real one."""
+"""The process that sends to peers, with few places and the patience that a test says. Started in the place of it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 from kvdepot.server.io import peer_server
 from kvdepot.server.io.lifeline import exit_code
 
-SECONDS = 2.0
 PLACES = 3
+ASKING = "ASKING_SECONDS"
+"""For how long a question may take, as an environment variable. Else longer than any busy machine needs."""
 THREADLESS = "THREADLESS_CONNECTIONS"
 """For how many connections there is no thread, as an environment variable."""
 
 
 def _main(arguments: list[str]) -> int:
-    peer_server.FIRST_SECONDS = peer_server.QUESTION_SECONDS = SECONDS  # type: ignore[misc]
+    seconds = float(os.environ.get(ASKING, "600"))
+    peer_server.FIRST_SECONDS = peer_server.QUESTION_SECONDS = seconds  # type: ignore[misc]
     peer_server.LOOK_SECONDS = 0.1  # type: ignore[misc]
     peer_server.CONNECTIONS_PER_HOST_MAX = PLACES  # type: ignore[misc]
     left = int(os.environ.get(THREADLESS, "0"))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from kvdepot.core.calls import Kind
 from kvdepot.server.daemon import peer_source
+from kvdepot.server.io import peer_server
 from kvdepot.server.io.framing import HEAD
 from kvdepot.server.io.jobs import ABSENT, FILES_PER_STAT
 from kvdepot.server.io.peer_wire import (
@@ -36,7 +37,7 @@ from tests.rigs.certificates import Files
 from tests.rigs.engine_rig import ARENA_ID
 from tests.rigs.hasty_peer_server import PLACES
 from tests.rigs.live_peer_source import FILL, KEYS, OBJECT_BYTES, Live, live, run
-from tests.rigs.patience import patient, wait_until
+from tests.rigs.patience import patient, until, wait_until
 from tests.rigs.peer_fleet import PEER
 
 NOTHING = FROM_READER.pack(Locate(()))
@@ -61,6 +62,22 @@ def connected(one: Live, files: Files | None = None) -> Iterator[ssl.SSLSocket]:
         yield connection
 
 
+@contextmanager
+def asked(one: Live) -> Iterator[ssl.SSLSocket]:
+    """A connection that was in time with its first question. On a busy machine it may not be the first one."""
+    with contextlib.ExitStack() as connections:
+        found: list[ssl.SSLSocket] = []
+
+        def is_answered() -> bool:
+            with contextlib.suppress(OSError):
+                connection = connections.enter_context(connected(one))
+                found.extend([connection] if answered(connection) else [])
+            return bool(found)
+
+        wait_until(is_answered, "a question was in time")
+        yield found[0]
+
+
 def ended(connection: ssl.SSLSocket) -> bool:
     """Wait for the other side to close the connection, and return whether it sent nothing before."""
     try:
@@ -76,14 +93,17 @@ def answered(connection: ssl.SSLSocket) -> bool:
 
 
 @pytest.mark.requirement("N3")
-def test_who_asks_nothing_is_disconnected_long_before_who_has_asked(tmp_path: Path) -> None:
+def test_who_asks_nothing_is_disconnected_long_before_who_has_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(hasty_peer_server.ASKING, "2")
+
     async def test() -> None:
         async with live(tmp_path) as one:
             stranger = one.authority.issue("stranger", "URI:spiffe://fleet/engine")
 
             def silent() -> None:
-                with connected(one) as peer, connected(one, stranger) as other:
-                    assert answered(peer)
+                with asked(one) as peer, connected(one, stranger) as other:
                     assert ended(other)
                     assert answered(peer)
 
@@ -93,7 +113,11 @@ def test_who_asks_nothing_is_disconnected_long_before_who_has_asked(tmp_path: Pa
 
 
 @pytest.mark.requirement("N3")
-def test_a_question_that_comes_byte_by_byte_ends_its_connection(tmp_path: Path) -> None:
+def test_a_question_that_comes_byte_by_byte_ends_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(hasty_peer_server.ASKING, "2")
+
     async def test() -> None:
         async with live(tmp_path) as one:
 
@@ -133,7 +157,7 @@ def test_one_host_does_not_get_all_connections_and_gets_another_for_one_that_end
                     wait_until(lambda: _has_place(one), "the place of one that has ended is free")
 
             await asyncio.to_thread(many)
-            assert one.counters.get("peer_refused_connections.limit") >= 1
+            await until(lambda: one.counters.get("peer_refused_connections.limit"), "it is counted")
 
     assert PLACES == 3
     run(test)
@@ -175,10 +199,12 @@ def test_refused_connections_cost_the_daemon_few_messages(tmp_path: Path, monkey
                 handle(number, message)  # type: ignore[arg-type]
 
             monkeypatch.setattr(one.source, "handle", noted)
+            began = time.monotonic()
             for _ in range(50):
                 socket.create_connection(one.source.addresses[0]).close()
             await one.counted_at_least("peer_refused_connections", 50)
-            assert sum(heard) == 50 and len(heard) < 25, heard
+            times = (time.monotonic() - began) / peer_server._TELL_SECONDS + 1
+            assert sum(heard) == 50 and len(heard) <= 2 * times, "at each time one for each of two reasons"
 
     run(test)
 
@@ -257,13 +283,17 @@ MALFORMED = {
 
 @pytest.mark.requirement("N3")
 @pytest.mark.parametrize("malformed", MALFORMED)
-def test_frames_that_no_reader_sends_end_their_connection_and_nothing_else(tmp_path: Path, malformed: str) -> None:
+def test_frames_that_no_reader_sends_end_their_connection_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, malformed: str
+) -> None:
+    if malformed == "cut":  # the rest may come
+        monkeypatch.setenv(hasty_peer_server.ASKING, "2")
+
     async def test() -> None:
         async with live(tmp_path) as one:
 
             def send() -> None:
-                with connected(one) as other, connected(one) as connection:
-                    assert answered(other)
+                with asked(one) as other, connected(one) as connection:
                     connection.sendall(MALFORMED[malformed])
                     if malformed == "a name of another kind":
                         found = TO_READER.read(Exact(connection.recv_into))

@@ -12,11 +12,11 @@ import pytest
 from kvdepot.core.calls import ROOT_KEY
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.daemon import peer_source
-from kvdepot.server.io.peer_wire import Leased, Pull, Refusal, Refused
+from kvdepot.server.io.peer_wire import Leased, Locate, Pull, Refusal, Refused
 from kvdepot.server.storage.base import ObjectName
 
 from tests.rigs.live_peer_source import FILL, KEYS, OBJECT_BYTES, Live, live, run
-from tests.rigs.patience import until
+from tests.rigs.patience import patient, until
 
 
 @pytest.mark.requirement("B5")
@@ -35,10 +35,16 @@ def test_a_lease_ends_with_the_last_byte_and_a_connection_serves_several(tmp_pat
 
 
 @pytest.mark.requirement("B5")
-def test_a_reader_that_takes_nothing_loses_its_lease_at_the_deadline(tmp_path: Path) -> None:
+def test_a_reader_that_takes_nothing_loses_its_lease_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_source, "CONFIRM_SECONDS", 600.0)  # the process that sends may be slow, and is not killed
+
     async def test() -> None:
-        async with live(tmp_path, 5.0) as one:
+        async with live(tmp_path, patient(5.0)) as one:
             peer, other = one.peer(), one.peer()
+            for each in (peer, other):  # connected before the lease begins
+                await asyncio.to_thread(each.ask, Locate(()))
             assert isinstance(await asyncio.to_thread(peer.ask, Pull(one.name(0))), Leased)
             assert isinstance(await asyncio.to_thread(other.ask, Pull(one.name(1))), Refused), "one alone has the part"
             await one.counted("peer_pulls.late")

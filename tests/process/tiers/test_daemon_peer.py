@@ -87,19 +87,11 @@ def test_two_daemons_load_from_each_other(fleet: Fleet) -> None:
 # Sources that end, hang or forget
 
 
-def _again(source: DaemonProcess, port: int) -> None:
-    """Start it where it listened before."""
-    assert source.config is not None
-    source.config = source.config.replace("127.0.0.1:0", f"127.0.0.1:{port}")
-    source.start()
-
-
 @pytest.mark.requirement("N3")
 def test_a_killed_source_costs_its_own_requests_and_comes_back_by_probes(fleet: Fleet) -> None:
-    keys, own = keys_of("gone", 6), keys_of("own", 6)
-    source = fleet.source()
+    keys, own, port = keys_of("gone", 6), keys_of("own", 6), fleet.port()
+    source = fleet.source(port=port)
     stored(source, keys)
-    port = port_of(source)
     reader = fleet.reader(port, deadline="2s")
     with RawEngine(reader.socket) as engine:
         engine.store(own)
@@ -108,7 +100,7 @@ def test_a_killed_source_costs_its_own_requests_and_comes_back_by_probes(fleet: 
         assert engine.load(keys) is None
         wait_until(lambda: _disabled(engine, reader, keys), "the breaker is open")
         assert engine.load(own) == payloads(own)
-        _again(source, port)  # its RAM was adopted: the bytes are verified, and are the same
+        source.start()  # its RAM was adopted: the bytes are verified, and are the same
         wait_until(lambda: tier_of(reader).breaker == "closed", "the breaker is closed")
         assert served_again(engine, keys) == payloads(keys)
 
@@ -137,14 +129,13 @@ def test_what_the_source_evicts_after_the_lookup_is_a_miss(fleet: Fleet) -> None
 
 @pytest.mark.requirement("N2")
 def test_a_source_without_checksums_offers_nothing_wrong_after_a_crash(fleet: Fleet) -> None:
-    keys = keys_of("crash", 6)
-    source = fleet.source()
+    keys, port = keys_of("crash", 6), fleet.port()
+    source = fleet.source(port=port)
     with RawEngine(source.socket) as engine:
         engine.store(keys)
-    port = port_of(source)
     reader = fleet.reader(port)
     source.kill()
-    _again(source, port)
+    source.start()
     wait_until(lambda: tier_of(reader).breaker == "closed", "the breaker is closed")
     with RawEngine(reader.socket) as engine:
         for count in range(1, len(keys) + 1):
@@ -202,7 +193,7 @@ def test_no_byte_arrives_in_extents_that_were_given_back(fleet: Fleet, fault: st
     source = fleet.source()
     stored(source, keys)
     with FaultyProxy(port_of(source)) as proxy:
-        reader = fleet.reader(proxy.port, deadline="1s" if fault != "worker killed" else "20s")
+        reader = fleet.reader(proxy.port, deadline="1s" if fault != "worker killed" else "60s")
         (server,) = children(source.pid, SERVER)
         with RawEngine(reader.socket) as engine:
             located(engine, keys)
@@ -264,6 +255,13 @@ def test_a_reader_that_dies_within_a_transfer_ends_its_leases(fleet: Fleet) -> N
 
 # Who may ask, and who may answer
 
+
+def _is_offline(reader: DaemonProcess, why: str) -> bool:
+    """A busy machine may say first that the answer is late."""
+    tier = tier_of(reader)
+    return tier.state == "offline" and why in tier.reason
+
+
 ROGUES: dict[str, tuple[Callable[[Fleet, Authority], Files], str]] = {
     "another CA": (lambda _, other: other.issue("a", PEER), "handshake"),
     "expired": (lambda fleet, _: fleet.authority.issue("b", PEER, life=(-3 * DAY, -DAY)), "handshake"),
@@ -282,9 +280,8 @@ def test_a_rogue_reader_is_refused(fleet: Fleet, rogue: str, tmp_path: Path) -> 
     source = fleet.source()
     reader = fleet.reader(port_of(source), ready=False, tls=fleet.tls(files))
     wait_until(lambda: counter(source, f"peer_refused_connections.{reason}") > 0, "it is refused, and counted")
-    wait_until(lambda: tier_of(reader).state == "offline", "the reader's tier says so")
-    if reason == "not_allowed":
-        assert "the peer does not allow this daemon" in tier_of(reader).reason
+    why = "the peer does not allow this daemon" if reason == "not_allowed" else ""
+    wait_until(lambda: _is_offline(reader, why), "the reader's tier says so")
 
 
 @pytest.mark.requirement("S3")
@@ -296,8 +293,8 @@ def test_a_rogue_source_is_not_asked(fleet: Fleet, rogue: str, tmp_path: Path) -
     source = fleet.source(tls=fleet.tls(files))
     stored(source, keys)
     reader = fleet.reader(port_of(source), ready=False)
-    wait_until(lambda: tier_of(reader).state == "offline", "the reader's tier says so")
-    assert rogue == "another CA" or "no name of its certificate is that of a peer" in tier_of(reader).reason
+    why = "" if rogue == "another CA" else "no name of its certificate is that of a peer"
+    wait_until(lambda: _is_offline(reader, why), "the reader's tier says so")
     with RawEngine(reader.socket) as engine:
         assert engine.locate(keys) == 0
     assert counter(source, "peer_located_objects.found") == 0
