@@ -399,7 +399,8 @@ def _audit_bytes(engine: Depot, chained: list[int]) -> None:
     for (one, length), (other, _) in pairwise(extents):
         assert one + length <= other, "extents overlap"
     for room in ram.rooms:
-        here = [length for offset, length in extents if room.start <= offset < room.used_end]
+        end = room.used_end
+        here = [min(length, end - offset) for offset, length in extents if room.start <= offset < end]
         assert (room.used_bytes, room.rows_used) == (sum(here), len(here)), "a room miscounts what lies there"
         room.allocator.check()
     for slot in ram._namespaces.by_slot if len(ram.rooms) > 1 else ():

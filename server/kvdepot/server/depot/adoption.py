@@ -249,7 +249,7 @@ class Adoption:
     def _judge_overlaps(self) -> None:
         """Blame both of two objects that claim the same bytes: neither can be right."""
         all_rows, owners = self._extents()
-        sound = self._in_arena(all_rows)
+        sound = self._within(all_rows, self._part_ends)
         all_rows, owners = all_rows[sound], owners[sound]
         order = np.argsort(self._rows.offsets[all_rows], kind="stable")
         all_rows, owners = all_rows[order], owners[order]
@@ -306,7 +306,10 @@ class Adoption:
             self._unindex(int(self._heads[at]), REASONS[self._reasons[at]], lent=bool(lent[at]))
         all_rows, owners = self._extents()
         held = all_rows[(self._reasons[owners] == 0) | lent[owners]]
-        self._claim(held[self._in_arena(held)])
+        # Of an extent across a room's end, somebody may still write to what lies within.
+        within = self._within(held, self._part_ends)
+        within[within] = self._rows.offsets[held[within]] < self._room_ends[self._room_numbers(held[within])]
+        self._claim(held[within])
         self._hold(all_rows, owners, (self._reasons == 0) | lent)
         self._free_others(held)
         self._enter(all_rows, owners)
@@ -331,10 +334,10 @@ class Adoption:
         for room in self._rooms:
             if len(mine := held[numbers == room.number]):
                 room.rows_used = len(mine)
-                self._claim_in(room.allocator, mine)
+                self._claim_in(room.allocator, mine, room.used_end)
 
-    def _claim_in(self, allocator: ExtentAllocator, held: _Numbers) -> None:
-        starts, ends = self._rows.offsets[held].astype(np.int64), self._ends(held)
+    def _claim_in(self, allocator: ExtentAllocator, held: _Numbers, room_end: int) -> None:
+        starts, ends = self._rows.offsets[held].astype(np.int64), np.minimum(self._ends(held), room_end)
         allocator.grow(int(ends.max()))
         order = np.argsort(starts)
         starts, reach = starts[order], np.maximum.accumulate(ends[order])

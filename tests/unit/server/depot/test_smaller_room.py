@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome
 
-from tests.rigs.engine_rig import Rig, audit, path
+from tests.rigs.engine_rig import Rig, audit, path, unpack
 from tests.rigs.tier_rig import COMMIT, read, write
 
 OBJECT = 8192
@@ -126,3 +126,39 @@ def test_what_follows_a_dropped_chunk_waits_for_a_disk_tier_or_goes() -> None:
         rig.crash()
         assert rig.report.kept == 0 and rig.report.dropped["beyond_capacity"] == 1
         assert (rig.report.detached if expected == "detached" else rig.report.dropped["no_parent"]) == OBJECTS - 1
+
+
+@pytest.mark.requirement("I1", "I1a", "I6")
+@pytest.mark.parametrize("writes", [True, False], ids=["written", "read"])
+def test_what_is_lent_across_the_new_end_keeps_the_bytes_before_it(writes: bool) -> None:
+    rig = Rig(data_pages=PAGES)
+    client = rig.attach("one", 10)
+    last = path("last", 1)
+    for number in range(KEPT):
+        client.store(path(number, 1))
+    rig.sum_all()
+    lease, reply = client.reserve(last)
+    if not writes:
+        write(client, reply.extents, 9)
+        client.commit(lease, 0)
+        rig.sum_all()
+        lease, _ = client.acquire(last)
+    [(_, row, offset, length, _)] = unpack(reply.extents)
+    assert (offset, length) == (ROOM, OBJECT)
+    rig.room_bytes = (ROOM + 4096,)  # in the middle of it
+    rig.crash()
+    assert rig.report.pinned == 1 and rig.report.dropped["beyond_capacity"] == 1
+    assert rig.depot.status().tier.used_bytes == ROOM + 4096
+    audit(rig.depot)
+    other = rig.attach("two", 20)
+    rig.sum_all()
+    for number in range(2 * KEPT):
+        _, granted = other.reserve(path(("new", number), 1))
+        for _, _, start, size, _ in unpack(granted.extents):
+            assert start + size <= offset, "its user may still touch these bytes"
+    client = rig.attach("one", 10)
+    used_bytes = rig.depot.status().tier.used_bytes
+    client.abandon(lease) if writes else client.release(lease)
+    assert int(rig.depot._ram.rows.states[row]) == 0 and rig.counter("leaked_objects") == 0
+    assert rig.depot.status().tier.used_bytes == used_bytes - 4096
+    audit(rig.depot)

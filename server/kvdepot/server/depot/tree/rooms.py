@@ -152,9 +152,11 @@ class Rooms:
             room.slots.discard(slot)
 
     def free(self, offset: int, length: int) -> None:
-        """Give one extent back, with its row."""
+        """Give one extent back, with its row. Of one across the end, adoption has claimed what lies within."""
         room = self.at(offset)
-        if offset + length > room.used_end:  # adoption has not claimed it
-            return
+        if room.used_end < offset + length <= room.end:
+            length = room.used_end - offset
+            if length <= 0:
+                return
         room.allocator.free(offset, length)
         room.rows_used -= 1
