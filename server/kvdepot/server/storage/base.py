@@ -243,7 +243,7 @@ class SharedTier(Tier, Protocol):
     def look_up(self, names: Sequence[ObjectName], done: Callable[[], None], *, again: bool = False) -> None:
         """Find out which of these names the tier has. They have no handles, and parents come first.
 
-        `again`: also names that were absent a moment ago.
+        `again`: also names that were absent a moment ago, but none whose object was damaged.
 
         Objects that are there are reported by `found`, as many as there are free handles. Then `done` is called: once,
         within the deadline of one operation, maybe before this returns. An object that is being written may be found

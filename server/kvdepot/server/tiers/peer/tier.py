@@ -48,7 +48,7 @@ class PeerTier(SharedTier):
     def quarantine(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
         """Do not look for it again for a while, and never take these bytes: the source may have had them from here."""
         self._reading.doubt(name, raw_sums)
-        self._directory.absent.add(name)
+        self._directory.absent.add(name, damaged=True)
 
     def use_names(self, names: tuple[str, ...]) -> None:
         """Accept certificates with these names from now on. Workers of before finish their jobs."""

@@ -62,10 +62,13 @@ class LookUps:
         self._look_ups: dict[_LookUp, None] = {}  # the oldest first
 
     def look_up(self, names: Sequence[ObjectName], done: Callable[[], None], *, again: bool = False) -> None:
-        """Call `done` when it is known which are there. `again`: names that were absent are asked for again."""
+        """Call `done` when it is known which are there.
+
+        `again`: names that were absent are asked for again, but for those whose objects were damaged.
+        """
         wanted, new = [], []
         for name in names:
-            if not again and name in self._absent:
+            if self._absent.damaged(name) if again else name in self._absent:
                 self._count("shared_probes.remembered", 1)
                 continue
             asked = self._asked.get(name_key(name))
@@ -116,7 +119,7 @@ class LookUps:
             asked.answered = True
             if length == ABSENT and not asked.told:
                 self._guard.call("remembering a name", self._absent.add, asked.name)
-            elif length >= 0:
+            elif length >= 0 and not self._absent.damaged(asked.name):
                 self._absent.discard(asked.name)  # it was asked for again
         absent, failed = lengths.count(ABSENT), lengths.count(UNKNOWN)
         self._count("shared_probes.found", len(batch) - absent - failed)

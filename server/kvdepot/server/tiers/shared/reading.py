@@ -90,7 +90,7 @@ class Reading:
     ) -> None:
         """Move the file of this name aside if its payload has one of these sums. It is not looked up meanwhile."""
         directory = self._directory
-        directory.absent.add(name)
+        directory.absent.add(name, damaged=True)
 
         def answered(answer: Answer) -> None:
             outcome = self._guard.value("the end of a read", IoOutcome.CANCELLED, self._judge, name, answer)
@@ -132,5 +132,6 @@ class Reading:
         if outcome in DAMAGED:
             self._damaged(name, outcome, answer.detail)
         if outcome in DAMAGED or outcome is IoOutcome.GONE:
-            self._directory.absent.add(name, _OTHER_KEYS_SECONDS if outcome in OTHER_KEYS else 0.0)
+            seconds = _OTHER_KEYS_SECONDS if outcome in OTHER_KEYS else 0.0
+            self._directory.absent.add(name, seconds, damaged=outcome in DAMAGED)
         return outcome

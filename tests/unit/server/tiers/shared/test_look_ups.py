@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvdepot.server.io.jobs import StatFiles
+from kvdepot.server.io.jobs import Answer, ReadFile, StatFiles
 from kvdepot.server.storage import shared_layout as layout
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.conformance_harness import name_of, path_of
@@ -67,14 +67,49 @@ def test_absent_names_cost_no_job_until_their_time_is_up_or_they_are_published(r
     assert rig.counts["shared_probes.remembered"] == 2
 
 
+@pytest.mark.requirement("I1", "B3")
+def test_a_look_up_that_asks_again_asks_for_what_was_absent_and_not_for_what_was_damaged(rig: SharedRig) -> None:
+    absent_name, damaged = path_of(2)
+    (handle,) = [rig.stored(damaged)]
+    rig.workers.fault = fails(ReadFile, IoOutcome.CORRUPT)  # of a peer, the object stays where it is
+    assert rig.read(handle, damaged)[0] is IoOutcome.CORRUPT
+    rig.workers.fault = lambda _: None
+    assert rig.look_up(absent_name, damaged) == {}
+    asked = len(rig.jobs(StatFiles))
+    for _ in range(2):
+        rig.tier.look_up([absent_name, damaged], lambda: None, again=True)
+        rig.settle()
+    assert [len(job.files) for job in rig.jobs(StatFiles)[asked:]] == [1, 1] and not rig.listener.found_objects
+    rig.tick(2.1)
+    rig.tier.look_up([damaged], lambda: None, again=True)
+    rig.settle()
+    assert [name for _, name in rig.listener.found_objects] == [damaged], "its time is up, as for every lookup"
+
+
+@pytest.mark.requirement("I1")
+def test_an_answer_that_was_on_its_way_does_not_forget_that_an_object_was_damaged(rig: SharedRig) -> None:
+    other = rig.another()
+    rig.stored(NAME)
+    assert other.look_up(NAME)
+    other.tier.look_up([NAME], lambda: None, again=True)
+    other.tier.quarantine(NAME, (1, 2))
+    names = other.tier._directory.absent
+    assert names.damaged(NAME)
+    other.tier._look_ups._answered(list(other.tier._look_ups._asked.values()), Answer(IoOutcome.OK, lengths=(5,)))
+    assert names.damaged(NAME)
+
+
 @pytest.mark.requirement("I4")
 def test_the_memory_for_absent_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(absent, "NAMES_MAX", 10)
     names = AbsentNames(2.0, lambda: 5.0)
     for number in range(100):
-        names.add(name_of(number))
+        names.add(name_of(number), damaged=number % 2 == 0)
     assert sum(name_of(number) in names for number in range(100)) == 10
-    assert name_of(99) in names
+    assert name_of(99) in names and [names.damaged(name_of(number)) for number in (98, 99)] == [True, False]
+    assert len(names._damaged) == 5
+    names.add(name_of(98))
+    assert not names.damaged(name_of(98)) and names._damaged < set(names._until)
 
 
 @pytest.mark.requirement("I4")
