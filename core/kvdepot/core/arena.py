@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from kvdepot.core.arena_purpose import NO_PURPOSE, purpose_in, with_purpose
+from kvdepot.core.arena_purpose import NO_PURPOSE, freed_in, purpose_in, with_purpose
 
 MAGIC = b"KVDARENA"
 GENERATIONS_MAGIC = b"KVDGENER"
@@ -260,7 +260,7 @@ class ArenaLayout:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The first page of the tables. All but `run` is written once, when the arena is made."""
+    """The first page of the tables. All down to `tenants`, but `run`, is written once, when the arena is made."""
 
     arena_id: int  # random; extents of one arena mean nothing in another
     layout: ArenaLayout
@@ -273,6 +273,8 @@ class Superblock:
     """Says which tenants the parts belong to, if there are several."""
     purpose: bytes = NO_PURPOSE
     """Says what the operator asked for. With the same purpose, an arena of another size is kept."""
+    freed_from: tuple[int, ...] = ()
+    """From which byte on each part was freed, so that drivers may have other pages pinned. Empty: nothing was."""
 
     @property
     def version(self) -> int:
@@ -291,13 +293,13 @@ class Superblock:
             self.boot, *self.generations_file,
         )  # fmt: skip
         if layout.divided:
-            parts = zip(layout.divided, self.data_files, strict=True)
             identity = _DIVIDED.pack(*fields, self.tenants, len(layout.divided))
+            parts = zip(layout.divided, self.data_files, strict=True)
             identity += b"".join(_PART.pack(size_bytes, *file) for size_bytes, file in parts)
         else:
             identity = _IDENTITY.pack(*fields, *self.data_files[0])
         identity += _SUM_AND_RUN.pack(xxhash.xxh3_64_intdigest(identity), self.run)
-        return with_purpose(identity, self.purpose, self.arena_id)
+        return with_purpose(identity, self.purpose, self.freed_from, self.arena_id)
 
     @staticmethod
     def unpack(page: bytes | memoryview) -> Superblock:
@@ -314,24 +316,22 @@ class Superblock:
             )
         if version < COMPATIBLE_SINCE:
             raise ArenaFormatError(f"superblock: format {version} is too old, this is {FORMAT_VERSION}")
-        divided = compatible > COMPATIBLE_SINCE
-        size_bytes = _divided_bytes(page) if divided else _IDENTITY.size
+        size_bytes = _divided_bytes(page) if (divided := compatible > COMPATIBLE_SINCE) else _IDENTITY.size
         identity, rest = bytes(page[:size_bytes]), bytes(page[size_bytes : size_bytes + _SUM_AND_RUN.size])
         if len(rest) < _SUM_AND_RUN.size:
             raise ArenaFormatError(f"superblock: {len(page)} bytes are too short")
         total, run = _SUM_AND_RUN.unpack(rest)
         if total != xxhash.xxh3_64_intdigest(identity):
             raise ArenaFormatError("superblock: checksum does not match")
-        struct_ = _DIVIDED if divided else _IDENTITY
-        _, _, _, arena_id, size, rows, lent_rows, boot, device, inode, *more = struct_.unpack_from(identity)
-        if not divided:
-            layout = ArenaLayout(size, rows, lent_rows)
-            file = ((more[0], more[1]),)
-            return Superblock(arena_id, layout, run, boot, (device, inode), file, NO_DIGEST, purpose_in(page, arena_id))
-        parts = list(_PART.iter_unpack(identity[_DIVIDED.size :]))
-        layout = ArenaLayout(size, rows, lent_rows, divided=tuple(part_bytes for part_bytes, _, _ in parts))
-        files = tuple((part[1], part[2]) for part in parts)
-        return Superblock(arena_id, layout, run, boot, (device, inode), files, more[0], purpose_in(page, arena_id))
+        fields = (_DIVIDED if divided else _IDENTITY).unpack_from(identity)
+        _, _, _, arena_id, size, rows, lent_rows, boot, device, inode, *more = fields
+        if divided:
+            sizes, *ids = zip(*_PART.iter_unpack(identity[_DIVIDED.size :]), strict=True)
+            layout, files = ArenaLayout(size, rows, lent_rows, divided=sizes), tuple(zip(*ids, strict=True))
+        else:
+            layout, files = ArenaLayout(size, rows, lent_rows), ((more[0], more[1]),)
+        also = more[0] if divided else NO_DIGEST, purpose_in(page, arena_id), freed_in(page, arena_id, layout.parts)
+        return Superblock(arena_id, layout, run, boot, (device, inode), files, *also)
 
     @staticmethod
     def unpack_former(page: bytes) -> Superblock | None:

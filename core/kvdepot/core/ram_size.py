@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from kvdepot.core.arena import FILE_ALIGN_BYTES, ArenaLayout
@@ -29,11 +30,13 @@ def arena_bytes_of(capacity_bytes: int, tiers_reserve_bytes: int = 0) -> int:
     return arena // FILE_ALIGN_BYTES * FILE_ALIGN_BYTES
 
 
-def kept_parts(found: ArenaLayout, asked: ArenaLayout) -> tuple[int, ...]:
+def kept_parts(found: ArenaLayout, asked: ArenaLayout, freed_from: Sequence[int] = ()) -> tuple[int, ...]:
     """Return how many bytes of each part of an arena may be used where another size is asked for.
 
     All of a part that is smaller than asked. Of a larger one as much as is asked for, in whole pieces, so that the
     daemon keeps within its capacity. Empty if the arena cannot be used: other parts, or nothing is left of one.
+
+    `freed_from`: nothing from this byte of each part on may be used again. Empty: all may.
     """
     if len(found.parts) != len(asked.parts):
         return ()
@@ -42,6 +45,8 @@ def kept_parts(found: ArenaLayout, asked: ArenaLayout) -> tuple[int, ...]:
     for part, whole in enumerate(found.parts):
         if rooms[part] < whole:
             rooms[part] -= rooms[part] % ROOM_ALIGN_BYTES
+    if freed_from:
+        rooms = [min(one, other) for one, other in zip(rooms, freed_from, strict=True)]
     return tuple(rooms) if min(rooms) > 0 else ()
 
 

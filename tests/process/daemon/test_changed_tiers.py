@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -165,6 +166,10 @@ def test_what_only_the_former_tier_had_is_neither_offered_nor_counted(
         assert engine.load(in_ram) == [payload_of(key) for key in in_ram]
 
 
+def wait_populated(node: DaemonProcess, mib: str) -> None:
+    wait_until(lambda: status_of(node.socket).tiers[0].ready_bytes // MIB == int(mib), "pages")
+
+
 def fill(engine: RawEngine) -> list[list[bytes]]:
     """Fill RAM with prompts of one chunk, and return them, the oldest first."""
     room = engine.status().tiers[0].ready_bytes // LARGE
@@ -189,6 +194,7 @@ def test_a_tier_that_is_added_to_a_full_ram_takes_its_memory_from_the_end(
         prompts = fill(engine)
         whole = engine.status().tiers[0]
         there = [keys for keys in prompts if engine.locate(keys)]
+        engine.arena.close()
     assert len(there) > 100
     added = node.config + disk(directory, io_workers="4")
     node.config = added
@@ -204,6 +210,7 @@ def test_a_tier_that_is_added_to_a_full_ram_takes_its_memory_from_the_end(
         assert lost > 0 and len(kept) == len(there) - lost
         for keys in kept:
             assert engine.load(keys) == [payload_of(keys[0], LARGE)]
+        engine.arena.close()
     restart(node, "[ram]\nhigh_watermark = 1.0\nlow_watermark = 0.99\n", kill=kill)
     with RawEngine(node.socket, spec=spec) as engine:
         assert engine.status().tiers[0].ready_bytes == whole.ready_bytes
@@ -236,3 +243,26 @@ def test_an_engine_that_reads_beyond_the_new_capacity_sees_its_bytes_and_no_vali
                 assert (engine.generations[row] == generation) is not outside
                 assert engine.arena[offset : offset + length] == payload_of(key, LARGE)[:length]
         assert beyond > 0
+
+
+@pytest.mark.requirement("T6", "I1")
+def test_memory_that_was_freed_under_an_engine_is_used_again_only_after_its_end(
+    node: DaemonProcess, directory: Path
+) -> None:
+    """The engine's driver may have pinned pages that are not the file's any more."""
+    added = disk(directory, io_workers="4")
+    node.start()
+    with RawEngine(node.socket) as engine:
+        node.config = added
+        sizes = re.search("RAM shrinks from ([0-9]+) to ([0-9]+) MiB", check(node)[1])
+        assert sizes is not None
+        whole, less = sizes.groups()
+        restart(node, added, kill=True)
+        wait_populated(node, less)
+        told = f"it has {less} of {whole} MiB while an engine runs"
+        assert told in restart(node, "", kill=True) and told in check(node)[1]
+        wait_populated(node, less)
+        engine.arena.close()
+    restart(node, "", kill=False)
+    wait_populated(node, whole)
+    assert check(node) == ("", "")

@@ -70,3 +70,19 @@ def test_the_purpose_of_another_arena_is_none() -> None:
     former = Superblock(7, layout, 1, BOOT, purpose=PURPOSE).pack()
     page = Superblock(9, layout, 1, BOOT).pack()
     assert Superblock.unpack(page + former[len(page) :]).purpose == NO_PURPOSE
+
+
+@pytest.mark.parametrize("layout", [ArenaLayout.plan(64 * MIB), divided(64 * MIB, 8 * MIB)], ids=["one", "two"])
+def test_what_was_freed_is_read_back_until_nothing_is_and_is_never_used(layout: ArenaLayout) -> None:
+    files = tuple((25, 4711 + part) for part in range(len(layout.parts)))
+    freed_from = tuple(part - 2 * MIB for part in layout.parts)
+    block = Superblock(7, layout, 1, BOOT, (25, 4710), files, purpose=PURPOSE, freed_from=freed_from)
+    page = block.pack().ljust(PAGE_BYTES, b"\0")
+    assert len(page) == PAGE_BYTES and Superblock.unpack(page) == block
+    assert kept_parts(layout, layout, freed_from) == freed_from
+    used_again = replace(block, freed_from=()).pack()
+    assert Superblock.unpack(used_again + page[len(used_again) :]) == replace(block, freed_from=())
+    for at in range(2048 + 32, 2048 + 32 + 16 + 8 * len(files) + 8):
+        damaged = bytearray(page)
+        damaged[at] ^= 1
+        assert Superblock.unpack(bytes(damaged)) == replace(block, freed_from=())

@@ -43,6 +43,7 @@ from kvdepot.server.arena.memory_files import (
     file_of,
     free_pages,
     free_range,
+    is_open_elsewhere,
     is_sealed,
     new_file,
     new_memory,
@@ -108,7 +109,14 @@ class ArenaFile:
         return self.tables.room_bytes
 
     def free_unused(self) -> int:
-        """Free the memory beyond the rooms. Nothing there may be lent. Return the bytes that are not used."""
+        """Free the memory beyond the rooms. Nothing there may be lent. Return the bytes that are not used.
+
+        An engine's driver keeps pages pinned that are freed here, and copies to and from them ever after. So the
+        superblock says first what must not be used again while such an engine may run.
+        """
+        before = self.superblock.freed_from or self.layout.parts
+        self.superblock = replace(self.superblock, freed_from=tuple(map(min, zip(before, self.rooms, strict=True))))
+        write_page(self.tables_fd, self.superblock.pack())
         ranges = [(fd, room, size_bytes) for (fd, size_bytes), room in zip(self.parts, self.rooms, strict=True)]
         for fd, room, size_bytes in ranges:
             if room < size_bytes:
@@ -207,10 +215,16 @@ def open_arena(
     if old.superblock is not None and old.tables is not None and not old.reason:
         assert old.generations is not None
         close_all(old.others)
-        adopted = replace(old.superblock, run=old.superblock.run + 1, purpose=request.purpose)
+        freed_from = old.superblock.freed_from
+        if freed_from and not any(map(is_open_elsewhere, old.data)):
+            freed_from = ()
+        adopted = replace(
+            old.superblock, run=old.superblock.run + 1, purpose=request.purpose, freed_from=freed_from
+        )  # fmt: skip
         write_page(old.tables, adopted.pack())
-        files, note = (old.tables, old.generations, *old.data), kept_note(adopted.layout, request.layout)
-        rooms = kept_parts(adopted.layout, request.layout)
+        files = (old.tables, old.generations, *old.data)
+        note = kept_note(adopted.layout, request.layout, freed_from)
+        rooms = kept_parts(adopted.layout, request.layout, freed_from)
         return ArenaFile(request.path, files, adopted, Origin.ADOPTED, note, rooms)
     if old.superblock is not None and old.tables is not None and old.whole and old.superblock.boot == boot_id:
         _refuse_if_lent(old.tables, old.superblock.layout, request, alive, old.reason)
@@ -233,9 +247,12 @@ def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING
     try:
         if old.reason or not old.known:
             _check_room(request, held_bytes=_held_bytes(old))
-        if old.superblock is None or not _is_resized(old.superblock, request):
+        found = old.superblock
+        if found is None or not (_is_resized(found, request) or found.freed_from):
             return Outlook()
-        return Outlook(old.reason, "" if old.reason else kept_note(old.superblock.layout, request.layout))
+        if not old.reason:
+            return Outlook("", kept_note(found.layout, request.layout, found.freed_from))
+        return Outlook(old.reason if _is_resized(found, request) else "")
     finally:
         old.close()
 

@@ -6,7 +6,7 @@ An arena is kept, although the configuration asks for another size, where only t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -71,16 +71,21 @@ class Outlook:
 NOTHING_KNOWN: Final = Outlook()
 
 
-def kept_note(found: ArenaLayout, asked: ArenaLayout) -> str:
+def kept_note(found: ArenaLayout, asked: ArenaLayout, freed_from: Sequence[int] = ()) -> str:
     """Return what is different in an arena that is kept; empty if it has the size that is asked for."""
-    used = sum(kept_parts(found, asked))
+    used, before = sum(kept_parts(found, asked, freed_from)), sum(freed_from) or found.data_bytes
     notes = []
-    if used < found.data_bytes:
+    if used < before:
         notes.append(
-            f"RAM shrinks from {found.data_bytes // MIB} to {used // MIB} MiB, and loses only the objects in the last"
-            f" {(found.data_bytes - used) // MIB} MiB, with what follows them"
+            f"RAM shrinks from {before // MIB} to {used // MIB} MiB, and loses only the objects in the last"
+            f" {(before - used) // MIB} MiB, with what follows them"
         )
-    if used < asked.data_bytes:
+    if used < min(sum(kept_parts(found, asked)), asked.data_bytes):
+        notes.append(
+            f"it has {used // MIB} of {asked.data_bytes // MIB} MiB while an engine runs that had mapped it when memory"
+            " of it was freed; a restart after that uses the rest"
+        )
+    elif used < asked.data_bytes:
         notes.append(
             f"it has {used // MIB} of {asked.data_bytes // MIB} MiB until the arena is made again, for example after a"
             " reboot"

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -52,6 +53,25 @@ def is_sealed(fd: int) -> bool:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:  # a file system without seals
         return False
+
+
+def is_open_elsewhere(fd: int) -> bool:
+    """Return whether another process may have opened the file, or may map what it opened; True if nobody can tell.
+
+    The kernel grants a write lease to the only one who has opened a file to write. Who made a memfd, or was given its
+    descriptor, has not opened it: here it is opened once more.
+    """
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR) if is_sealed(fd) else fd
+    try:
+        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGURG)  # not SIGIO, which would end this process
+        fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return True
+    finally:
+        if own != fd:
+            os.close(own)
+    return False
 
 
 def write_page(fd: int, page: bytes) -> None:

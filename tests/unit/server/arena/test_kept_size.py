@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +32,14 @@ def opened(request: ArenaRequest, former: ArenaFile | None = None) -> ArenaFile:
         request, kept=kept(former), boot_id=BOOT, random_bytes=lambda count: bytes(range(1, count + 1)),
         alive=lambda _: Liveness.DEAD,
     )  # fmt: skip
+
+
+def ended(arena: ArenaFile) -> None:
+    """Close an arena, and unmap it as the end of its daemon does."""
+    arena.close()
+    for name in ("tables", "data", "_tables_maps"):
+        delattr(arena, name)
+    gc.collect()
 
 
 def kept(arena: ArenaFile | None) -> KeptFiles:
@@ -62,10 +72,41 @@ def test_a_smaller_size_keeps_the_arena_and_frees_what_is_beyond(asked: ArenaReq
     assert second.data[-1] == 43  # nobody knows yet whether it is lent
     assert second.free_unused() == first.layout.data_bytes - room
     assert (second.data[7], second.data[-1]) == (42, 0)
-    third = opened(asked, second)  # the tier is gone again
-    assert (third.origin.value, third.rooms, third.data[7]) == ("adopted", first.layout.parts, 42)
-    for arena in (first, second, third):
+    ended(first)
+    third = opened(asked, second)
+    assert (third.origin.value, third.data[7]) == ("adopted", 42)
+    for arena in (second, third):
         arena.close()
+
+
+def test_memory_that_was_freed_is_used_again_when_no_engine_can_have_it_pinned(asked: ArenaRequest) -> None:
+    """A driver that has pinned pages copies to and from them ever after, also when the file has others there."""
+    smaller = replace(asked, size_bytes=100 * MIB)
+    first = opened(asked)
+    whole, engine = first.layout.parts, first.open_for_engine(0)
+    mapped = mmap.mmap(engine[0], MIB)
+    for fd in engine:
+        os.close(fd)  # as an engine does
+    former = first
+    for request, expected in ((smaller, 96 * MIB), (asked, 96 * MIB), (smaller, 96 * MIB), (asked, 96 * MIB)):
+        arena = opened(request, former)
+        assert arena.origin.value == "adopted" and arena.rooms == (expected,)
+        arena.free_unused()
+        ended(former)
+        former = arena
+    outlook = check_arena(asked, BOOT, kept(former))
+    assert not outlook.loss and "while an engine runs" in outlook.note and "shrinks" not in outlook.note
+    assert "while an engine runs" in former.note
+    mapped.close()
+    if asked.sealed:
+        last = opened(asked, former)
+        ended(former)
+    else:
+        ended(former)
+        last = opened(asked)
+    assert (last.origin.value, last.rooms, last.note) == ("adopted", whole, "")
+    assert last.superblock.freed_from == ()
+    last.close()
 
 
 @pytest.mark.parametrize("change", ["purpose", "no purpose", "too small"])
