@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.rigs.engine_rig import CHUNK, path
+from tests.rigs.engine_rig import CHUNK, audit, path
 from tests.rigs.tier_rig import COMMIT, boundary, rig_over
 
 SOURCE = (1 << 64) - 7
@@ -59,3 +59,32 @@ def test_a_name_that_selects_no_peer_changes_nothing(why: str) -> None:
     assert [(one.boundary_tokens, one.source_tier) for one in answers] == [(found, "")]
     assert not any(rig.shared.again)
     assert (rig.counter("named_sources.peer"), rig.counter("named_sources.unknown")) == (0, 1)
+
+
+@pytest.mark.requirement("B3")
+def test_a_named_lookup_asks_again_for_what_another_lookup_may_not_have_asked_for() -> None:
+    """The other one takes for absent what was absent a moment ago."""
+    keys = path("p", 3)
+    rig, client = rig_over(keys)
+    rig.shared.source_id = SOURCE
+    first = client.locate_later(keys)
+    named = client.locate_later(keys, source_id=SOURCE)
+    (search,) = rig.shared.searches
+    rig.shared.search(search, answered=False)
+    assert [one.boundary_tokens for one in first] == [0] and not named
+    rig.shared.run()
+    assert [(one.boundary_tokens, one.source_tier) for one in named] == [(3 * CHUNK, "nfs")]
+    assert rig.shared.again == [False, True]
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("B3")
+def test_a_lookup_waits_for_what_a_named_one_asks_for_and_asks_for_nothing_twice() -> None:
+    keys = path("p", 3)
+    rig, client = rig_over(keys)
+    rig.shared.source_id = SOURCE
+    named = client.locate_later(keys, source_id=SOURCE)
+    other = client.locate_later(path("p", 4))
+    rig.shared.run()
+    assert [one.boundary_tokens for one in (*named, *other)] == [3 * CHUNK, 3 * CHUNK]
+    assert [len(names) for names in rig.shared.searched] == [3, 1] and rig.shared.again == [True, False]

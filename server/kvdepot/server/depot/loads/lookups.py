@@ -81,7 +81,7 @@ class _Walk:
     source: LowerTier | None  # asked alone, and again, as far as it has the path; then all tiers are asked for the rest
     stop: int = 0  # chunk after the current slice, once it is asked for; 0: it is not
     waits_for: dict[_LookUp, None] = field(default_factory=dict)
-    heard: set[Name] = field(default_factory=set)  # what others asked for, and was answered meanwhile
+    heard: set[Name] = field(default_factory=set)  # what others asked for, and as this one would, was answered
     going: bool = False
 
 
@@ -203,9 +203,12 @@ class LookUps:
             walk.begin = walk.stop
         walk.stop = 0
         if walk.source is not None and (not reached or walk.begin >= walk.end):
-            if len(self._tiers) == 1 or (reached and len(walk.namespace.object_bytes) == 1):
+            path_alone = len(walk.namespace.object_bytes) == 1
+            if len(self._tiers) == 1 or (reached and path_alone):
                 return False
-            walk.source, walk.begin = None, walk.first  # the rest may be elsewhere
+            walk.source = None  # the rest may be elsewhere
+            if not path_alone:
+                walk.begin = walk.first
         return walk.begin < walk.end and walk.names_left > 0
 
     def _ask_slice(self, walk: _Walk) -> None:
@@ -322,7 +325,7 @@ class LookUps:
         self._guard.call("lookup", self._count_done, look_up)
         for walk in list(look_up.walks):
             del walk.waits_for[look_up]
-            if look_up.owner is not walk:
+            if look_up.owner is not walk and (look_up.again or walk.source is None):
                 walk.heard.update(look_up.names)
             if not walk.waits_for:
                 self._go_on(walk)
