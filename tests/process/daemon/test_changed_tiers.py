@@ -259,7 +259,7 @@ def test_memory_that_was_freed_under_an_engine_is_used_again_only_after_its_end(
         whole, less = sizes.groups()
         restart(node, added, kill=True)
         wait_populated(node, less)
-        told = f"it has {less} of {whole} MiB while an engine runs"
+        told = f"it has {less} of {whole} MiB, because memory of it was freed"
         assert told in restart(node, "", kill=True) and told in check(node)[1]
         wait_populated(node, less)
         engine.arena.close()

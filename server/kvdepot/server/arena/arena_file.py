@@ -215,8 +215,9 @@ def open_arena(
     if old.superblock is not None and old.tables is not None and not old.reason:
         assert old.generations is not None
         close_all(old.others)
-        freed_from = old.superblock.freed_from
-        if freed_from and not any(map(is_open_elsewhere, old.data)):
+        layout, freed_from = old.superblock.layout, old.superblock.freed_from
+        grows = kept_parts(layout, request.layout, freed_from) != kept_parts(layout, request.layout)
+        if grows and not any(map(is_open_elsewhere, old.data)):
             freed_from = ()
         adopted = replace(
             old.superblock, run=old.superblock.run + 1, purpose=request.purpose, freed_from=freed_from

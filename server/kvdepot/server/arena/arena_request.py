@@ -82,8 +82,8 @@ def kept_note(found: ArenaLayout, asked: ArenaLayout, freed_from: Sequence[int] 
         )
     if used < min(sum(kept_parts(found, asked)), asked.data_bytes):
         notes.append(
-            f"it has {used // MIB} of {asked.data_bytes // MIB} MiB while an engine runs that had mapped it when memory"
-            " of it was freed; a restart after that uses the rest"
+            f"it has {used // MIB} of {asked.data_bytes // MIB} MiB, because memory of it was freed that engines may"
+            " have pinned; a start while no engine runs uses the rest"
         )
     elif used < asked.data_bytes:
         notes.append(

@@ -195,7 +195,7 @@ class Node:
         report = self._depot.adopt(self._alive)
         self._log.info("adopted objects: %s", report)
         self._checksums.start()
-        self._growing.free_unused(self._log, lent=report.pinned > 0)
+        self._growing.free_unused(self._log, lent=report.lent_beyond > 0)
         self._growing.start()
         tables = self._config.tables.daemon
         try:

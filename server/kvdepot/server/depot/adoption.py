@@ -107,6 +107,7 @@ class Adoption:
             detached=int(self._detached.sum()),
             reserved=int((states == RESERVED).sum()),
             pinned=int((lent & (self._reasons != 0)).sum()),
+            lent_beyond=int((lent & (self._reasons >= _CODE["beyond_capacity"])).sum()),
             sessions=len(kept_slots),
             leases=self._rebuild_leases(),
             dropped=dict(dropped),

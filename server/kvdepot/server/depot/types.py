@@ -156,6 +156,7 @@ class AdoptionReport:
     pinned: int = 0  # unindexed, but still lent to readers that may live
     sessions: int = 0
     leases: int = 0
+    lent_beyond: int = 0  # dropped, but lent, and not whole within what may be used of the arena
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
 
     def __str__(self) -> str:

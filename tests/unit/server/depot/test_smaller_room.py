@@ -83,7 +83,7 @@ def test_what_is_lent_beyond_keeps_its_bytes_and_is_never_served_again() -> None
     assert reply.outcome is AcquireOutcome.GRANTED
     generation = int(rig.depot._ram.rows.generation[row])
     shrink(rig)
-    assert rig.report.pinned == 1
+    assert rig.report.pinned == rig.report.lent_beyond == 1
     assert int(rig.depot._ram.rows.generation[row]) != generation  # its reader throws its copy away
     audit(rig.depot)
     client = rig.attach("one", 10)
@@ -91,6 +91,23 @@ def test_what_is_lent_beyond_keeps_its_bytes_and_is_never_served_again() -> None
     assert rig.counter("leaked_objects") == 0
     assert client.acquire([key])[1].outcome is not AcquireOutcome.GRANTED
     assert rig.depot.status().tier.used_bytes == ROOM
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("T1")
+def test_what_is_dropped_within_the_room_and_lent_keeps_no_memory_beyond_it() -> None:
+    rig = full_rig()
+    client = rig.attach("one", 10)
+    for number in range(KEPT):
+        lease, reply = client.acquire(path(number, 1))
+        assert reply.outcome is AcquireOutcome.GRANTED
+        (row,) = (row for _, row, *_ in unpack(reply.extents))
+        if rig.depot._ram.rows.offsets[row] < ROOM:
+            break
+        client.release(lease)
+    rig.depot._ram.rows.flags[row] = 0  # it has no checksum
+    shrink(rig)
+    assert (rig.report.pinned, rig.report.lent_beyond) == (1, 0)
     audit(rig.depot)
 
 
@@ -147,7 +164,7 @@ def test_what_is_lent_across_the_new_end_keeps_the_bytes_before_it(writes: bool)
     assert (offset, length) == (ROOM, OBJECT)
     rig.room_bytes = (ROOM + 4096,)  # in the middle of it
     rig.crash()
-    assert rig.report.pinned == 1 and rig.report.dropped["beyond_capacity"] == 1
+    assert rig.report.lent_beyond == 1 and rig.report.dropped["beyond_capacity"] == 1
     assert rig.depot.status().tier.used_bytes == ROOM + 4096
     audit(rig.depot)
     other = rig.attach("two", 20)
