@@ -26,11 +26,12 @@ unexport PYTHONDONTWRITEBYTECODE
 export KVDEPOT_SEED := $(or $(SEED),$(KVDEPOT_SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 
 SECONDS ?= 120
+FAULTS ?= 1000
 NODES ?= 1
 SAMPLE ?= 60
 NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak siege long-life mutants lint image-check dist deb docs site screenshots bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos peer-faults soak siege long-life mutants lint image-check dist deb docs site screenshots bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -68,7 +69,7 @@ PRELOAD_VLLM := $(PRELOAD) --preload kvdepot.client.vllm.base.compat
 # Most of the time of these goes by in waiting: for processes, deadlines, media. Not all of them at once: checksum
 # workers run at the lowest priority, and five workers of pytest on two cores leave them nothing for minutes.
 FOUR_AT_ONCE := tests/unit tests/contract tests/process tests/security tests/stateful
-TWO_AT_ONCE := tests/crash tests/chaos
+TWO_AT_ONCE := tests/crash tests/chaos tests/peer_faults
 # Real engines: most of the time of these is their starts, of which each takes one core. A module and its engines go
 # together; the longest ones go first (tests/e2e/conftest.py).
 ENGINES := -n 2 --dist loadfile --no-loadscope-reorder $(PRELOAD_VLLM) $(patsubst %,--ignore=%,$(FOUR_AT_ONCE) $(TWO_AT_ONCE))
@@ -122,6 +123,9 @@ test-next: test-next-fast ## the same, with its long tests and real engines
 
 chaos: venv ## engines and a daemon under random faults: make chaos SECONDS=120 SEED= NODES=1
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) --nodes $(NODES) $(if $(SEED),--seed $(SEED))
+
+peer-faults: venv ## daemons that load from each other under random faults, as root: make peer-faults FAULTS=1000 SEED=
+	$(BIN)/python -m tests.peer_faults --faults $(FAULTS) $(if $(SEED),--seed $(SEED))
 
 soak: venv ## real engines under load and random faults: make soak SECONDS=120 SEED=
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

@@ -29,7 +29,7 @@ class PeerNetwork(Fleet):
 
     def reader_at(
         self, node: int, *sources: int, deadline: str = "2s", ram: str = RAM, cpus: Iterable[int] = (),
-        breaker: str = 'failures = 3\nprobe_every = "1s"\n',
+        breaker: str = 'failures = 3\nprobe_every = "1s"\n', more: str = "",
     ) -> DaemonProcess:  # fmt: skip
         """Start a daemon with a peer tier for each of these nodes. Return when all tiers are ready."""
         tiers = "".join(
@@ -37,7 +37,7 @@ class PeerNetwork(Fleet):
             f'capacity = "64MiB"\ndeadline = "{deadline}"\n'
             for number, source in enumerate(sources)
         )
-        daemon = self._at(node, f'{self.tls()}{tiers}[breaker]\n{breaker}[policy]\nnegative_ttl = "100ms"\n', ram, cpus)
+        daemon = self._at(node, f"{self.tls()}{tiers}[breaker]\n{breaker}{more}", ram, cpus)
         wait_until(lambda: self.ready(daemon, len(sources)), "all its tiers are ready")
         return daemon
 

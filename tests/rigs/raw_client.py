@@ -178,7 +178,8 @@ class RawEngine:
             lease_id, outcomes, extents = self.reserve(part, request=request, first=first)
             assert set(outcomes) == {ReserveOutcome.GRANTED}, outcomes
             self.write(part[first:], extents)
-            assert set(self.commit(lease_id, len(part) - first)) == {CommitOutcome.COMMITTED}
+            committed = self.commit(lease_id, len(part) - first)
+            assert set(committed) == {CommitOutcome.COMMITTED}, committed
 
     def write(self, keys: Sequence[bytes], extents: bytes, payload: Callable[[bytes], bytes] = payload_of) -> None:
         at = dict.fromkeys(range(len(keys)), 0)
@@ -225,11 +226,14 @@ class RawEngine:
         call = encode(EndRequestCall(self.session, request))
         self.stub.EndRequest(call, timeout=patient(CALL_SECONDS))
 
-    def acquire(self, keys: Sequence[bytes], request: str = "") -> tuple[int, AcquireOutcome, bytes]:
-        lease_id = self.new_lease_id()
+    def acquire(
+        self, keys: Sequence[bytes], request: str = "", *, lease_id: int = 0, seconds: float = CALL_SECONDS
+    ) -> tuple[int, AcquireOutcome, bytes]:
+        """`seconds`: after them it raises `grpc.RpcError`. The daemon may grant it all the same."""
+        lease_id = lease_id or self.new_lease_id()
         kinds = bytes([Kind.ATTENTION]) * len(keys)
         call = AcquireCall(self.session, lease_id, self.namespace, b"".join(keys), kinds, request)
-        reply = decode_reply(AcquireCall, self.stub.Acquire(encode(call), timeout=patient(CALL_SECONDS)))
+        reply = decode_reply(AcquireCall, self.stub.Acquire(encode(call), timeout=patient(seconds)))
         return lease_id, reply.outcome, reply.extents
 
     def release(self, lease_id: int) -> None:
@@ -240,10 +244,15 @@ class RawEngine:
         lease_id, outcome, extents = self.acquire(keys, request)
         if outcome is not AcquireOutcome.GRANTED:
             return None
-        parts = [b""] * len(keys)
+        parts = self.read(extents, len(keys))
+        self.release(lease_id)
+        return parts
+
+    def read(self, extents: bytes, count: int) -> list[bytes]:
+        """Return what lies in packed extents of so many objects."""
+        parts = [b""] * count
         for index, _, offset, length, _ in EXTENT.iter_unpack(extents):
             parts[index] += self.arena[offset : offset + length]
-        self.release(lease_id)
         return parts
 
     def status(self) -> DaemonStatus:
