@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -17,6 +16,7 @@ import pytest
 
 from demo.engine import EngineOptions, depot_connector
 from demo.toys import DENSE, make_toy
+from tests.rigs import ports
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import patient, wait_until
@@ -34,8 +34,8 @@ def daemon() -> Iterator[DaemonProcess]:
 @pytest.fixture
 def url(daemon: DaemonProcess, tmp_path: Path) -> Iterator[str]:
     """A server of the dense toy model, which has no tokenizer."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    holder = ports.held()
+    port = ports.port_of(holder)
     options = EngineOptions(DENSE, make_toy(DENSE, tmp_path / "toys"), depot_connector(daemon.endpoint))
     flags = {
         "--model": options.model, "--port": port, "--host": "127.0.0.1", "--max-model-len": 4096,
@@ -56,6 +56,7 @@ def url(daemon: DaemonProcess, tmp_path: Path) -> Iterator[str]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        holder.close()
 
 
 def _serves(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:

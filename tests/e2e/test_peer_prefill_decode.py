@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from demo.engine import ROOT
 from demo.toys import DENSE, HYBRID, Toy
 from tests.e2e.fleet import LOOKUP_TIMEOUT_SECONDS, Fleet, Loaded
 from tests.e2e.router import ASKED
+from tests.rigs import ports
 from tests.rigs.certificates import Authority
 from tests.rigs.patience import patient
 from tests.rigs.peer_fleet import PEER
@@ -86,11 +86,6 @@ def boundary(params: Params) -> int:
     return int(said["boundary_tokens"])
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(toy, marks=pytest.mark.long(seconds=110)) for toy in (HYBRID, DENSE)],
@@ -104,8 +99,9 @@ def pair(
     folder = tmp_path_factory.mktemp("pair")
     authority = Authority(folder)
     files = authority.issue("peer", PEER)
-    urls = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     with ExitStack() as stack:
+        holders = [stack.enter_context(ports.held()) for _ in range(2)]
+        urls = [f"tcp://127.0.0.1:{ports.port_of(holder)}" for holder in holders]
         fleets = []
         for number, own in enumerate(urls):
             tiers = TIERS.format(

@@ -41,6 +41,11 @@ def kvdepotctl(daemon: DaemonProcess | str, *arguments: str) -> subprocess.Compl
         return subprocess.CompletedProcess(given, code, _read(out), _read(errors))
 
 
+def problems(printed: str) -> list[str]:
+    """The codes of `health -o json`, but for late ticks of the daemon's loop: a busy machine has these."""
+    return [one["code"] for one in json.loads(printed)["problems"] if one["code"] != "LOOP_LATE"]
+
+
 def _read(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode()

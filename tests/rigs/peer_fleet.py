@@ -8,10 +8,9 @@ import socket
 from pathlib import Path
 from typing import Final
 
-from kvdepot.core.calls import LocateReply
-from kvdepot.core.misses import MissReason
 from kvdepot.core.report import TierStatus
 
+from tests.rigs import ports
 from tests.rigs.certificates import Authority, Files
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
@@ -69,13 +68,9 @@ class Fleet:
         return daemon.start()
 
     def port(self) -> int:
-        """Return a port for a source that ends and comes back: the kernel gives it to nobody else meanwhile."""
-        held = socket.socket()
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # without listening it lets the source have it
-        held.bind(("127.0.0.1", 0))
-        self._ports.append(held)
-        port: int = held.getsockname()[1]
-        return port
+        """Return a port for a source that ends and comes back."""
+        self._ports.append(ports.held())
+        return ports.port_of(self._ports[-1])
 
     def close(self) -> None:
         for daemon in self.daemons:
@@ -91,18 +86,6 @@ def port_of(source: DaemonProcess) -> int:
 
 def tier_of(daemon: DaemonProcess, number: int = 0) -> TierStatus:
     return status_of(daemon.socket).tiers[1 + number]
-
-
-def located_at(engine: RawEngine, keys: list[bytes], source_id: int) -> LocateReply:
-    """Ask as for a request that names a daemon, until its answer was not too late."""
-    replies: list[LocateReply] = []
-
-    def in_time() -> bool:
-        replies.append(engine.locate_at(keys, source_id))
-        return replies[-1].miss != MissReason.PROBE_LATE
-
-    wait_until(in_time, "the answer is in time")
-    return replies[-1]
 
 
 def located(engine: RawEngine, keys: list[bytes]) -> None:

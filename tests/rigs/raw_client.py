@@ -36,6 +36,7 @@ from kvdepot.core.calls import (
 from kvdepot.core.elements import Elements, KindElements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
+from kvdepot.core.misses import MissReason
 from kvdepot.core.planner import GroupSpec
 from kvdepot.core.registration import RegisterCall, RegisterReply
 from kvdepot.core.report import DaemonStatus, GetStatusCall
@@ -44,7 +45,7 @@ from kvdepot.proto.methods import decode_reply, encode
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 
-from tests.rigs.patience import patient
+from tests.rigs.patience import patient, wait_until
 
 CHUNK_TOKENS = 256
 OBJECT_BYTES = 256 << 10
@@ -204,6 +205,17 @@ class RawEngine:
         call = self.locate_call(keys, request, wait_seconds=60.0, source_id=source_id)
         reply: LocateReply = decode_reply(LocateCall, self.stub.Locate(call, timeout=patient(CALL_SECONDS)))
         return reply
+
+    def located_at(self, keys: Sequence[bytes], source_id: int = 0) -> LocateReply:
+        """Ask so again until the answer is not that tiers are late: on a busy machine they may be."""
+        replies: list[LocateReply] = []
+
+        def in_time() -> bool:
+            replies.append(self.locate_at(keys, source_id))
+            return replies[-1].miss != MissReason.PROBE_LATE
+
+        wait_until(in_time, "an answer in time")
+        return replies[-1]
 
     def locate_call(
         self,

@@ -112,10 +112,10 @@ def test_a_load_that_failed_is_recomputed_and_not_offered_again(make: Make, hybr
     else:
         engine.depot.held.add(AcquireCall)
     request_id = engine.add(tokens)
-    began = time.monotonic()
+    limit = Deadline(10)
     engine.run()
     assert engine.outputs[request_id] == cold(tokens)
-    assert time.monotonic() - began < 10
+    assert not limit.is_over()
     assert engine.failed_reports == [request_id], "reported once"
     assert engine.depot.count(AcquireCall) == 1, "and not tried again"
     assert engine.hits[request_id] == 0
@@ -168,10 +168,10 @@ def test_an_unanswered_lookup_costs_no_more_than_its_timeout(make: Make) -> None
     engine = make(settings={"lookup_timeout_seconds": 0.05})
     engine.depot.held.add(LocateCall)
     request_id = engine.add(tokens)
-    began = time.monotonic()
+    limit = Deadline(10)
     while not engine.outputs[request_id]:
         engine.step()
-    assert time.monotonic() - began < 10
+    assert not limit.is_over()
     engine.depot.held.clear()
     engine.session.let_go()
     engine.run()

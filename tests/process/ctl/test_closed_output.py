@@ -137,9 +137,8 @@ def test_a_daemon_without_standard_descriptors_writes_into_no_file_of_its_own() 
         shell = f"exec {' '.join(map(shlex.quote, never_shown.command()))} <&- >&- 2>&-"
         with subprocess.Popen(["/bin/sh", "-c", shell]) as process:
             try:
-                wait_until(never_shown.attach_socket.exists, "the sockets")
+                wait_until(lambda: kvdepotctl(never_shown, "status").returncode == 0, "it serves")
                 descriptors = [str(Path(f"/proc/{process.pid}/fd/{number}").readlink()) for number in range(3)]
-                assert kvdepotctl(never_shown, "status").returncode == 0
             finally:
                 process.terminate()
         assert descriptors == [os.devnull] * 3

@@ -299,7 +299,7 @@ def test_what_is_damaged_in_ram_is_not_exported_as_if_it_were_whole(source: Daem
     file = tmp_path / "warm.kvdx"
     with RawEngine(source.socket, spec=SPEC) as engine:
         engine.store(KEYS)
-        wait_until(lambda: engine.status().tiers[0].lent_bytes == 0, "their sums have been taken")
+        wait_until(lambda: engine.status().tiers[0].pending_checksums == 0, "their sums have been taken")
         lease, _, extents = engine.acquire([KEYS[9]])
         engine.arena[EXTENT.unpack(extents)[2] + 5000] ^= 1
         engine.release(lease)

@@ -22,6 +22,8 @@ RAM = "700MiB"
 MIB = 1 << 20
 LARGE = 4 * MIB
 """Of an object, where RAM is full."""
+LONG_LEASES = '[policy]\nlease_deadline = "1h"\n[sessions]\ngrace = "1h"\n'
+"""All of RAM is verified before they end, on a busy machine too."""
 Change = Callable[[Path], tuple[str, str]]
 """Returns the configuration before and after, for a directory."""
 
@@ -224,6 +226,7 @@ def test_an_engine_that_reads_beyond_the_new_capacity_sees_its_bytes_and_no_vali
     node: DaemonProcess, directory: Path
 ) -> None:
     spec = dense_spec(object_bytes=LARGE)
+    node.config = LONG_LEASES
     node.start()
     with RawEngine(node.socket, spec=spec) as engine:
         prompts = fill(engine)
@@ -232,7 +235,7 @@ def test_an_engine_that_reads_beyond_the_new_capacity_sees_its_bytes_and_no_vali
             _, outcome, extents = engine.acquire(keys)
             if outcome is AcquireOutcome.GRANTED:
                 leases[keys[0]] = list(EXTENT.iter_unpack(extents))
-        log = restart(node, disk(directory, io_workers="4"), kill=False)
+        log = restart(node, LONG_LEASES + disk(directory, io_workers="4"), kill=False)
         assert "arena keeps memory beyond its capacity until the next start" in log
         capacity = status_of(node.socket).tiers[0].ready_bytes
         beyond = 0

@@ -111,8 +111,13 @@ class Depot:
         return list(keys)
 
     def wait_summed(self) -> None:
-        """Nothing of RAM is lent to the checksum worker any more."""
-        wait_until(lambda: self.status.tiers[0].lent_bytes == 0, "all have their checksums", WAIT_SECONDS)
+        """All have their checksums, and nothing of RAM is lent to the worker any more."""
+
+        def are_summed() -> bool:
+            ram = self.status.tiers[0]
+            return ram.pending_checksums == ram.lent_bytes == 0
+
+        wait_until(are_summed, "all have their checksums", WAIT_SECONDS)
 
     def misses(self) -> Counter[str]:
         """By reason, as Prometheus gets them."""

@@ -15,7 +15,7 @@ from kvdepot.core.misses import MissReason
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
-from tests.rigs.peer_fleet import Fleet, located_at, payloads, port_of, stored
+from tests.rigs.peer_fleet import Fleet, payloads, port_of, stored
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, status_of
 
 REMEMBERED = '[policy]\nnegative_ttl = "1h"\n'
@@ -54,7 +54,7 @@ def test_what_was_absent_a_moment_ago_is_found_at_the_named_peer(fleet: Fleet) -
     reader = fleet.reader(port_of(source), more=REMEMBERED)
     keys = keys_of("p", 3)
     with RawEngine(reader.socket) as engine:
-        assert located_at(engine, keys, 0).miss == MissReason.PROBE_ABSENT
+        assert engine.located_at(keys).miss == MissReason.PROBE_ABSENT
         stored(source, keys)
         assert engine.locate_at(keys, 0).boundary_tokens == 0
         stranger = engine.locate_at(keys, arena_of(source) ^ 1)
@@ -63,7 +63,7 @@ def test_what_was_absent_a_moment_ago_is_found_at_the_named_peer(fleet: Fleet) -
         assert (own.boundary_tokens, own.source_tier) == (0, "")
         assert engine.counter("named_sources.unknown") == 2
         assert engine.counter("named_sources.peer") == 0
-        found = located_at(engine, keys, arena_of(source))
+        found = engine.located_at(keys, arena_of(source))
         assert (found.boundary_tokens, found.source_tier) == (3 * CHUNK_TOKENS, "peer-0")
         assert engine.load(keys) == payloads(keys)
         assert engine.counter("named_sources.unknown") == 2
@@ -94,7 +94,7 @@ def test_what_the_named_peer_lacks_is_looked_for_at_the_others(fleet: Fleet) -> 
     stored(source, keys[:3])
     stored(other, keys)
     with RawEngine(reader.socket) as engine:
-        found = located_at(engine, keys, arena_of(source))
+        found = engine.located_at(keys, arena_of(source))
         assert (found.boundary_tokens, found.source_tier) == (6 * CHUNK_TOKENS, "peer-0")
         assert engine.load(keys) == payloads(keys)
 

@@ -399,6 +399,6 @@ def test_an_adversarial_presence_of_a_million_tokens_is_linear() -> None:
     planner = Planner((attention(16), window(16, 1 << 20), state(64)))
     chunks = limits.KEYS_PER_CALL_MAX
     presence = {A: b"\1" * chunks, W: b"\1\0" * (chunks // 2), S: b"\1" * chunks}
-    started = time.perf_counter()
+    started = time.thread_time()
     assert planner.longest_boundary(presence, 0, chunks * 64) == 64
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5

@@ -33,6 +33,46 @@ def _is_fixed(limit: ast.expr) -> bool:
     return isinstance(value, int | float) and value > SHORT_SECONDS
 
 
+def fixed_durations(tree: ast.Module) -> Iterator[ast.Compare]:
+    """Yield the comparisons of seconds on the wall clock with at most a number, or the names of some."""
+    for compared in ast.walk(tree):
+        if isinstance(compared, ast.Compare):
+            sides = [compared.left, *compared.comparators]
+            for comparison, shorter, longer in zip(compared.ops, sides, sides[1:], strict=False):
+                if isinstance(comparison, ast.Lt | ast.LtE) and _is_measured(shorter) and _is_known(longer):
+                    yield compared
+
+
+def _is_measured(seconds: ast.expr) -> bool:
+    clocks = ("monotonic", "perf_counter")
+    return isinstance(seconds, ast.BinOp) and any(
+        isinstance(part, ast.Attribute) and part.attr in clocks for part in ast.walk(seconds.left)
+    )
+
+
+def _is_known(seconds: ast.expr) -> bool:
+    """Whether it is a number, made of constants alone."""
+    parts = list(ast.walk(seconds))
+    names = [part.id for part in parts if isinstance(part, ast.Name)]
+    return all(map(str.isupper, names)) and not any(isinstance(part, ast.Call) for part in parts)
+
+
+def test_a_fixed_duration_is_found() -> None:
+    for line in ("assert time.monotonic() - began < 10", "assert 0.1 <= time.perf_counter() - began <= 2 * LONG"):
+        assert len(list(fixed_durations(ast.parse(line)))) == 1, line
+    for line in ("assert time.monotonic() - began < patient(10)", "assert time.thread_time() - began < 1"):
+        assert not list(fixed_durations(ast.parse(line))), line
+    assert not list(fixed_durations(ast.parse("assert time.monotonic() - began > 10")))
+
+
+def test_no_duration_is_measured_that_does_not_grow_with_the_load() -> None:
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        found += [f"{name}:{each.lineno}: {ast.unparse(each)}" for each in fixed_durations(parsed(path))]
+    assert not found, "use a Deadline: " + "; ".join(found)
+
+
 def test_a_fixed_limit_is_found() -> None:
     lines = ["process.wait(30)", "stub.Check(request, timeout=CALL_SECONDS)", "thread.join(timeout=5.0)"]
     for line in lines:

@@ -11,6 +11,7 @@ from kvdepot.server.io.peer_client import Peer
 from kvdepot.server.io.peer_wire import Locate, Located, PeerSettings
 
 from tests.fakes.lying_source import LyingSource
+from tests.rigs import ports
 from tests.rigs.certificates import Authority
 from tests.rigs.patience import patient
 from tests.rigs.peer_fleet import PEER
@@ -37,11 +38,11 @@ def peer(source: LyingSource, tmp_path: Path) -> Iterator[Peer]:
     peer.close()
 
 
-def nowhere() -> int:
-    """Return a port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port
+@pytest.fixture
+def nowhere() -> Iterator[int]:
+    """A port at which nobody listens."""
+    with ports.held() as holder:
+        yield ports.port_of(holder)
 
 
 def resolve_to(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
@@ -56,14 +57,14 @@ def resolve_to(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
 
 @pytest.mark.requirement("T3")
 def test_a_name_that_moves_is_found_at_the_next_connection(
-    peer: Peer, source: LyingSource, monkeypatch: pytest.MonkeyPatch
+    peer: Peer, source: LyingSource, monkeypatch: pytest.MonkeyPatch, nowhere: int
 ) -> None:
-    resolve_to(monkeypatch, nowhere())
+    resolve_to(monkeypatch, nowhere)
     with pytest.raises(OSError, match="Connection refused"):
         peer.ask(Locate(()))
     resolve_to(monkeypatch, source.port)
     assert peer.ask(Locate(())) == Located(())
-    resolve_to(monkeypatch, nowhere())
+    resolve_to(monkeypatch, nowhere)
     assert peer.ask(Locate(())) == Located(()), "the connection stays where it is"
     peer.close()
     with pytest.raises(OSError, match="Connection refused"):
@@ -89,8 +90,10 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next_one(
     assert len(seconds) == 3 and sum(seconds) <= DEADLINE_SECONDS / 2
 
 
-def test_a_host_without_any_address_that_answers_says_why(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve_to(monkeypatch, nowhere(), nowhere())
+def test_a_host_without_any_address_that_answers_says_why(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, nowhere: int
+) -> None:
+    resolve_to(monkeypatch, nowhere, nowhere)
     with pytest.raises(OSError, match=r"node-a:\d+: .*refused"):
         peer.ask(Locate(()))
 

@@ -15,6 +15,8 @@ import pytest
 from kvdepot.server.platform import logs
 from kvdepot.server.platform.logs import LINES_MAX, REPEAT_SECONDS, LogThrottle, LossyHandler, drain, make_log
 
+from tests.rigs.patience import Deadline
+
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
@@ -65,9 +67,9 @@ def test_the_end_of_the_process_waits_a_second_for_the_reader(
     log.addHandler(handler)
     for _ in range(60):
         log.warning("x" * 99)
-    began = time.monotonic()
+    began, limit = time.monotonic(), Deadline(2)
     handler.flush()
-    assert 0.1 <= time.monotonic() - began < 2
+    assert time.monotonic() - began >= 0.1 and not limit.is_over()
     while _read(reader) and handler._lines:
         handler.flush()
     assert not handler._lines
