@@ -343,10 +343,14 @@ class RamTier:
         self.unreusable.add(row)
 
     def lent_bytes(self, slots: Collection[int] | None = None, room: Room | None = None) -> int:
-        """Return the bytes that somebody may be touching, of these namespaces, this room, or all. O(lent table)."""
+        """Return the bytes that somebody may be touching, of these namespaces, this room, or all. O(lent table).
+
+        What was lent beyond the end of a room, before it became smaller, takes nothing of the room.
+        """
         rows = np.unique(self.lent.rows[self.lent.modes != LentMode.FREE])
-        if room is not None and len(self.rooms) > 1:
-            rows = rows[room.has(self.rows.offsets[rows])]
+        if room is not None:
+            offsets = self.rows.offsets[rows]
+            rows = rows[(offsets >= np.uint64(room.start)) & (offsets < np.uint64(room.used_end))]
         if slots is not None:
             rows = rows[np.isin(self.rows.namespaces[rows], list(slots))]
         several = self.rows.nexts[rows] != NO_ROW
