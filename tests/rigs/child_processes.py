@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from tests.rigs import forked_children
+
 
 def children(pid: int, module: bytes = b"") -> list[int]:
     """Return the children of a process whose command names `module`, those that wait for their parent included.
+
+    What forks the children of a daemon that is a copy is none of them.
 
     /proc/PID/task/TID/children leaves out some if another one ends while it is read (proc(5)).
     """
@@ -15,6 +19,7 @@ def children(pid: int, module: bytes = b"") -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
             parent = stat.read_bytes().rpartition(b")")[2].split()[1]
-            if int(parent) == pid and module in stat.with_name("cmdline").read_bytes():
+            command = stat.with_name("cmdline").read_bytes() if int(parent) == pid else b""
+            if int(parent) == pid and module in command and forked_children.NAME.encode() not in command:
                 found.append(int(stat.parent.name))
     return sorted(found)

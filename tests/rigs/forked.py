@@ -42,6 +42,7 @@ class ForkingProcess:
         self.client = Client(str(place / "fork.sock"), environment)
         self._log = log_of(self.client.address)
         program = f"import sys; from {serve} import serve; serve(*map(int, sys.argv[1:3]), *sys.argv[3:])()"
+        program += f"  # {'room for the commands of copies' * 128}"
         alive, self._alive = os.pipe()
         with socket.socket(socket.AF_UNIX) as listener, self._log.open("w") as log:
             listener.bind(self.client.address)

@@ -19,9 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from tests.rigs import forked_children
 from tests.rigs.fork_server import Server
 from tests.rigs.forked import ForkedProcess, ForkingProcess
 
+DAEMON: Final = "kvdepot.server.daemon.app"
 _LATE: Final = (
     "CACHE_DIRECTORY", "COLUMNS", "HOME", "KVDEPOT_", "LISTEN_", "NOTIFY_SOCKET", "PYTEST_", "RUNTIME_DIRECTORY",
     "STATE_DIRECTORY", "TMPDIR", "XDG_",
@@ -40,6 +42,8 @@ def serve(listener_fd: int, alive_fd: int, name: str) -> Callable[[], Any]:
     program = importlib.import_module(name)
     if hasattr(program, "prepare"):
         program.prepare()
+    if name == DAEMON:
+        forked_children.preload()
     gc.freeze()  # no collection of a copy writes to what it shares
     gc.enable()
     with socket.socket(fileno=listener_fd) as listener:
@@ -53,6 +57,8 @@ def _work(program: ModuleType, data: int, _: list[int]) -> Any:
     os.environ.update(environment)
     os.chdir(directory)
     sys.argv = [str(program.__file__), *arguments]
+    if program.__name__ == DAEMON and arguments[:1] == ["serve"]:
+        forked_children.begin()
     sys.exit(program.main())
 
 

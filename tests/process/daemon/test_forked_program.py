@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.rigs import forked_program
+import pytest
+from kvdepot.server.io import child
+
+from tests.rigs import forked_children, forked_program
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.disk_node import daemon, wait_ready
+from tests.rigs.forked import ROOT
+from tests.rigs.patience import patient, wait_until
+from tests.rigs.raw_client import RawEngine
 
 
 def parent(daemon: DaemonProcess) -> int:
@@ -42,3 +55,81 @@ def test_an_exit_code_and_a_signal_pass_to_who_started_the_daemon() -> None:
         assert daemon.stop() == 0
         daemon.start()
         assert daemon.kill() == -9
+
+
+WORKER = b"kvdepot.server.io.worker"
+
+
+def test_children_of_a_copy_are_its_own_with_their_commands_and_descriptors(directory: Path) -> None:
+    with daemon(directory) as node, RawEngine(node.socket) as engine:
+        wait_ready(engine)
+        workers = children(node.pid, WORKER)
+        for pid in workers:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+            assert words[1:3] == [b"-m", WORKER] and words[5:7] == [str(node.pid).encode(), bytes(directory)]
+            numbers = {int(fd.name) for fd in Path(f"/proc/{pid}/fd").iterdir()} - {0, 1, 2}
+            assert int(words[4]) in numbers and len(numbers) <= 4  # its socket, the arena, the directory's lock
+            assert os.getpgid(pid) == os.getpgid(node.pid)
+        assert children(node.pid, b"kvdepot.server.tiers.disk.opener")
+        every = [pid for name in forked_children.MODULES for pid in children(node.pid, name.encode())]
+        assert len(workers) > 1
+        os.kill(workers[0], signal.SIGKILL)
+        wait_until(lambda: workers[0] not in children(node.pid), "the daemon reaps a worker")
+        node.kill()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in every), "all children end with the daemon")
+
+
+def in_a_fresh_process(job: Callable[[], None]) -> int:
+    """The exit code of a fresh process that has imported what a copy of the daemon has, and then does this."""
+    program = f"from {__name__} import {job.__name__} as job, forked_children as f; f.preload(); job()"
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=patient(60)).returncode
+
+
+def spawn(*arguments: str) -> subprocess.Popen[bytes]:
+    """A checksum worker, whose socket is closed at our end: it ends by itself if it may."""
+    process, ours, pidfd = child.spawn("kvdepot.server.io.checksum_worker", lambda fd: (*arguments, fd, os.getpid()))
+    ours.close()
+    os.close(pidfd)
+    return process
+
+
+def limits_and_mask() -> None:
+    forked_children.begin()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (77, 77))
+    process, ours, _ = child.spawn("kvdepot.server.io.checksum_worker", lambda fd: ("", fd, os.getpid()))
+    assert isinstance(process, forked_children.Child) and process.poll() is None
+    assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (77, 77)
+    blocked = Path(f"/proc/{process.pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+    assert int(blocked, 16) == 1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1  # from its first instruction on
+    ours.close()
+    assert process.wait() == 0
+    other, _, _ = child.spawn("kvdepot.server.io.checksum_worker", lambda fd: ("", fd, os.getpid()))
+    other.kill()
+    assert other.wait() == -signal.SIGKILL
+
+
+def failing() -> None:
+    forked_children.begin()
+    assert spawn("no such parts").wait() == 1
+
+
+def not_preloaded() -> None:
+    forked_children.begin()
+    process, _, _ = child.spawn("kvdepot.server.io.lifeline", lambda fd: (fd,))
+    assert type(process) is subprocess.Popen and process.wait() == 0
+
+
+def without_room() -> None:
+    os.setresuid(65534, 65534, 65534)
+    forked_children.begin()
+    nursery = int(Path(f"/proc/self/task/{os.getpid()}/children").read_text())
+    resource.prlimit(nursery, resource.RLIMIT_NPROC, (1, 1))
+    with pytest.raises(BlockingIOError):  # EAGAIN
+        spawn("")
+
+
+@pytest.mark.parametrize("job", [limits_and_mask, failing, not_preloaded, without_room])
+def test_children_of_a_copy_are_as_popen_would_start_them(job: Callable[[], None]) -> None:
+    if job is without_room and os.getuid():
+        pytest.skip("another user's limit of processes needs root")
+    assert in_a_fresh_process(job) == 0

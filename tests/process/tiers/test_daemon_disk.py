@@ -240,7 +240,8 @@ class TestHungMount:
                 try:
                     _, answer = client.acquire(keys, timeout_seconds=0.6)
                     assert isinstance(answer, CallFailure)
-                    client.wait_nothing_owed()
+                    # A worker that has a file of the mount open cannot be killed while this hangs: fuse_flush waits.
+                    client.wait_nothing_owed(besides="lent bytes")
                     assert client.status().sessions[0].leases == 0
                     assert client.session.attached
                 finally:
