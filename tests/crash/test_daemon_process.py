@@ -29,8 +29,13 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 @pytest.mark.requirement("T1")
-def test_arena_and_processes_stay_within_the_capacity(daemon: DaemonProcess) -> None:
+def test_arena_and_processes_stay_within_the_capacity() -> None:
     """Filled beyond its room, evicting; then across a crash and an adoption."""
+    with DaemonProcess(ram="384MiB", fresh=True) as daemon:
+        _fill_and_adopt(daemon)
+
+
+def _fill_and_adopt(daemon: DaemonProcess) -> None:
     stored = 0
     with RawEngine(daemon.socket) as engine:
         for number in range(2 * CAPACITY_BYTES // (64 * OBJECT_BYTES)):

@@ -43,16 +43,18 @@ class DaemonProcess:
     """Start, stop, kill and restart one daemon. Sockets and arena live in `directory`, arena pages in memory.
 
     A start is a fork (`tests/rigs/forked_program.py`). Two servers take turns, so two nodes have other seeds of
-    `hash()`, and so has a daemon that starts again. `under` and `pass_fds` need a fresh process.
+    `hash()`, and so has a daemon that starts again. So are its children (`tests/rigs/forked_children.py`).
+    `under` and `pass_fds` need a fresh process.
     """
 
     def __init__(
         self, *, ram: str = "320MiB", config: str | None = None, options: tuple[str, ...] = (),
-        under: tuple[str, ...] = (), program: tuple[str, ...] = (_PROGRAM,),
+        under: tuple[str, ...] = (), program: tuple[str, ...] = (_PROGRAM,), fresh: bool = False,
     ) -> None:  # fmt: skip
         """`under`: a module, with arguments, that runs the daemon's in its process.
 
         `program`: the module that is the daemon, with arguments that come before the daemon's own.
+        `fresh`: no fork, so that it and its children share no memory with others.
 
         It may be changed between two starts, and so may `pass_fds`: descriptors that the process gets as they are.
         """
@@ -62,6 +64,7 @@ class DaemonProcess:
         self.log_path = self.directory / "log"
         self.ram = ram  # so is this
         self._options = options
+        self._fresh = fresh
         self.config = config  # written at each start
         self.under = under
         self._program, *self._before = program
@@ -135,7 +138,7 @@ class DaemonProcess:
         before = len(self.log)
         with self.log_path.open("ab") as log, Path(os.devnull).open() as nothing:
             streams = (nothing.fileno(), log.fileno(), log.fileno())
-            if not (self.under or self.pass_fds):
+            if not (self.under or self.pass_fds or self._fresh):
                 number = next(self._turns) % _SERVERS
                 self.process = forked_program.start(
                     self._program, self._arguments(*options), streams, server_number=number

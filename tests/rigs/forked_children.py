@@ -60,7 +60,7 @@ def begin() -> None:
         _serve(theirs, daemon)
     theirs.close()
     nursery = _Nursery(ours)
-    child.subprocess = SimpleNamespace(Popen=nursery.start, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    child.__dict__["subprocess"] = SimpleNamespace(Popen=nursery.start, DEVNULL=subprocess.DEVNULL)
 
 
 class _Nursery:
@@ -103,7 +103,7 @@ class Child(subprocess.Popen[bytes]):
     def __init__(self, pid: int, command: Sequence[str]) -> None:
         self.pid = pid
         self.args = command
-        self.returncode = None  # type: ignore[assignment]
+        self.returncode = None
         self.stdin = self.stdout = self.stderr = None
         self._child_created = True
         self._waitpid_lock = threading.Lock()
