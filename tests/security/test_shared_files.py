@@ -171,7 +171,8 @@ def test_who_writes_to_the_directory_without_the_key_has_nothing_served(nodes: N
             count = list(wanted.values()).count(reason)
             assert engine.counter(f"tier_damaged_objects.pool/{reason}") == count
         assert load(engine, "good") == right("good")
-    assert nodes.quarantined() == ["forged", "forged", "identity"]
+    quarantined = ["forged", "forged", "identity"]
+    wait_until(lambda: nodes.quarantined() == quarantined, nodes.quarantined, WAIT_SECONDS)
     assert Path(files["stripped"]).exists(), "it may be an object from before there were keys"
     assert not any(key in daemon.log for key in (OLD, NEW) for daemon in nodes.daemons)
 
@@ -187,7 +188,7 @@ def test_a_planted_object_does_not_keep_a_store_out(nodes: Nodes) -> None:
         hostile.run("forge", file)
     nodes.store(second, keys_of("planted", 1))
     assert status_of(second.socket).counters["tier_damaged_objects.pool/forged"] == 1
-    assert nodes.quarantined() == ["forged"]
+    wait_until(lambda: nodes.quarantined() == ["forged"], nodes.quarantined, WAIT_SECONDS)
     for path in (nodes.root, *nodes.root.rglob("*")):  # else the next start refuses the directory
         path.chmod(path.stat().st_mode & ~0o022)
     _without_ram(second)
