@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
+from hashlib import shake_128
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ def pattern(
     kind: str, layer: str, rank: int, tokens: Sequence[int], size_bytes: int, adapter: bytes = b""
 ) -> np.ndarray[Any, Any]:
     """The bytes that a layer holds of a prefix, computed with an adapter of this content."""
-    seed = blake2b(repr((kind, layer, rank, list(tokens))).encode() + adapter, digest_size=8).digest()
-    return np.random.default_rng(int.from_bytes(seed, "little")).integers(0, 256, size_bytes, dtype=np.uint8)
+    computed = shake_128(repr((kind, layer, rank, list(tokens))).encode() + adapter).digest(size_bytes)
+    return np.frombuffer(computed, np.uint8)
 
 
 class RankMemory:
@@ -58,7 +58,7 @@ class RankMemory:
 
     def write(self, kind: str, layer: str, block_id: int, tokens: Sequence[int], adapter: bytes = b"") -> None:
         block = self.block(layer, block_id)
-        block.copy_(torch.from_numpy(self._pattern(kind, layer, tokens, block.numel(), adapter).view(np.int8)))
+        block.numpy()[:] = self._pattern(kind, layer, tokens, block.numel(), adapter).view(np.int8)
 
     def holds(self, kind: str, layer: str, block_id: int, tokens: Sequence[int], adapter: bytes = b"") -> bool:
         block = self.block(layer, block_id)
