@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any, Final
 
+import click
 from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
 
@@ -44,6 +45,13 @@ def kvdepotctl(daemon: DaemonProcess | str, *arguments: str) -> subprocess.Compl
 def problems(printed: str) -> list[str]:
     """The codes of `health -o json`, but for late ticks of the daemon's loop: a busy machine has these."""
     return [one["code"] for one in json.loads(printed)["problems"] if one["code"] != "LOOP_LATE"]
+
+
+def commands_of(group: click.Group) -> dict[str, click.Command]:
+    """The verbs of a group, those included that it has not imported yet."""
+    context = click.Context(group)
+    found = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    return {name: command for name, command in found.items() if command is not None}
 
 
 def _read(file: IO[bytes]) -> str:

@@ -103,7 +103,7 @@ def test_the_verbs_of_a_look_into_a_closed_pipe(daemon: DaemonProcess, tmp_path:
 
 @pytest.mark.long(seconds=15)
 def test_every_verb_of_kvdepotctl(daemon: DaemonProcess) -> None:
-    assert OF_THE_DAEMON.keys() == cli.commands.keys()
+    assert OF_THE_DAEMON.keys() == cli.verbs().keys()
     where = ["--endpoint", daemon.endpoint, "--timeout", "30"]
     verbs = [[*where, verb, *arguments] for verb, arguments in OF_THE_DAEMON.items()] + [["--help"], ["--version"]]
     verbs += [[*where, verb, "--json"] for verb in ("status", "ls")]

@@ -144,7 +144,7 @@ def test_each_command_and_verb_has_a_manual_page_that_man_can_read(tmp_path: Pat
 
     write_manuals(tmp_path, "1.2.3", "2026-11-28")
     pages = {path.stem for path in tmp_path.iterdir()}
-    assert {f"kvdepotctl-{name}" for name in cli.commands} | {"kvdepotctl", "kvdepotd", "kvdepotd-serve"} <= pages
+    assert {f"kvdepotctl-{name}" for name in cli.verbs()} | {"kvdepotctl", "kvdepotd", "kvdepotd-serve"} <= pages
     for name, words in {
         "kvdepotctl-status": "--json",
         "kvdepotd-install": "--systemd",

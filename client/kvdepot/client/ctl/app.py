@@ -12,28 +12,6 @@ from pathlib import Path
 
 import click
 import grpc
-from kvdepot.client.ctl.commands.assets import assets
-from kvdepot.client.ctl.commands.bench import bench
-from kvdepot.client.ctl.commands.completion import completion
-from kvdepot.client.ctl.commands.configuration import config, reload
-from kvdepot.client.ctl.commands.describe import describe
-from kvdepot.client.ctl.commands.doctor import doctor
-from kvdepot.client.ctl.commands.drain import drain, resume
-from kvdepot.client.ctl.commands.epoch import epoch
-from kvdepot.client.ctl.commands.evict import evict
-from kvdepot.client.ctl.commands.explain import explain, requests
-from kvdepot.client.ctl.commands.exports import export, import_
-from kvdepot.client.ctl.commands.ls import ls
-from kvdepot.client.ctl.commands.pins import pin, unpin
-from kvdepot.client.ctl.commands.prefetch import prefetch
-from kvdepot.client.ctl.commands.quotas import quota
-from kvdepot.client.ctl.commands.size import size
-from kvdepot.client.ctl.commands.status import health, status
-from kvdepot.client.ctl.commands.switches import loads, stores
-from kvdepot.client.ctl.commands.top import top
-from kvdepot.client.ctl.commands.trace import trace
-from kvdepot.client.ctl.commands.verify import verify
-from kvdepot.client.ctl.commands.what_if import what_if
 from kvdepot.client.ctl.remote import EXIT_UNREACHABLE, LOCAL_VERBS, TCP, Address, Remote, chosen
 from kvdepot.client.ctl.sections import SectionedGroup
 from kvdepot.client.ctl.texts import say
@@ -115,10 +93,28 @@ def cli(context: click.Context, /, timeout: float, **_: object) -> None:
     context.obj = (daemon, timeout)
 
 
-cli.add_section("Inspect", status, health, top, ls, describe, config, completion, assets)
-cli.add_section("Control", loads, stores, pin, unpin, evict, epoch, quota, drain, resume, reload)
-cli.add_section("Move", prefetch, export, import_)
-cli.add_section("Diagnose", doctor, explain, requests, verify, bench, size, what_if, trace)
+cli.add_section(
+    "Inspect",
+    {
+        "status": "status", "health": "status", "top": "top", "ls": "ls", "describe": "describe",
+        "config": "configuration", "completion": "completion", "assets": "assets",
+    },
+)  # fmt: skip
+cli.add_section(
+    "Control",
+    {
+        "loads": "switches", "stores": "switches", "pin": "pins", "unpin": "pins", "evict": "evict", "epoch": "epoch",
+        "quota": "quotas", "drain": "drain", "resume": "drain", "reload": "configuration",
+    },
+)  # fmt: skip
+cli.add_section("Move", {"prefetch": "prefetch", "export": "exports", "import": "exports"})
+cli.add_section(
+    "Diagnose",
+    {
+        "doctor": "doctor", "explain": "explain", "requests": "explain", "verify": "verify", "bench": "bench",
+        "size": "size", "what-if": "what_if", "trace": "trace",
+    },
+)  # fmt: skip
 
 
 def main() -> None:

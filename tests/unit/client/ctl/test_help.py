@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from unittest.mock import MagicMock
 
 import click
@@ -12,6 +14,8 @@ from kvdepot.client.ctl.app import cli
 from kvdepot.client.ctl.commands.options import place
 from kvdepot.client.ctl.sections import SectionedGroup, summary
 from kvdepot.server.daemon.app import _parser
+
+from tests.rigs.ctl_process import commands_of
 
 SUMMARY_LENGTH_MAX = 45
 IMPERATIVES = frozenset(
@@ -27,7 +31,7 @@ IMPERATIVES = frozenset(
 def summaries(group: click.Group, path: str) -> dict[str, str]:
     """Return the summary of each verb and of each group of verbs, by its whole name."""
     texts = {}
-    for name, command in group.commands.items():
+    for name, command in commands_of(group).items():
         texts[f"{path} {name}"] = summary(command)
         if isinstance(command, click.Group):
             texts |= summaries(command, f"{path} {name}")
@@ -56,7 +60,7 @@ def test_a_verb_takes_namespaces_and_chunks_as_one_argument() -> None:
     def options(group: click.Group, path: str) -> dict[str, set[str]]:
         """Return the options of each verb, but of `quota`: there, a namespace is one of three keys of a [[quota]]."""
         found: dict[str, set[str]] = {}
-        for name, command in group.commands.items():
+        for name, command in commands_of(group).items():
             if isinstance(command, click.Group):
                 found |= {} if name == "quota" else options(command, f"{path} {name}")
             else:
@@ -86,11 +90,29 @@ def test_a_name_without_a_namespace_is_wrong_usage(name: str) -> None:
 def test_the_help_lists_each_verb_once_in_the_section_of_its_purpose() -> None:
     assert isinstance(cli, SectionedGroup)
     assert list(cli.sections) == ["Inspect", "Control", "Move", "Diagnose"]
-    listed = [command.name for commands in cli.sections.values() for command in commands]
-    assert sorted(map(str, listed)) == sorted(cli.commands)
+    listed = [name for names in cli.sections.values() for name in names]
+    assert sorted(listed) == sorted(cli.verbs())
     text = cli.get_help(click.Context(cli, info_name="kvdepotctl", terminal_width=80))
     lines = [line.strip() for line in text.splitlines()]
     headings = [lines.index(f"{title}:") for title in cli.sections]
     assert headings == sorted(headings)
-    for name, command in cli.commands.items():
+    for name, command in cli.verbs().items():
         assert [" ".join(line.split()) for line in lines].count(f"{name} {summary(command)}") == 1
+
+
+@pytest.mark.requirement("P10")
+def test_a_verb_imports_no_other_and_each_has_the_name_by_which_it_is_found() -> None:
+    program = (
+        "import sys; from kvdepot.client.ctl.app import cli; cli.main(['health', '--help'], standalone_mode=False); "
+        "print(*(name for name in sys.modules if name.startswith('kvdepot.client.ctl.commands.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    loaded = {name.rpartition(".")[2] for name in done.stdout.splitlines()[-1].split()}
+    assert loaded == {"options", "status"}
+    assert all(name == verb.name for name, verb in cli.verbs().items())
+
+
+@pytest.mark.requirement("P10")
+def test_a_wrong_verb_is_answered_with_those_that_look_like_it() -> None:
+    done = CliRunner().invoke(cli, ["statsu"])
+    assert done.exit_code == 2 and "status" in done.output

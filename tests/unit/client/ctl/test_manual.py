@@ -9,6 +9,7 @@ import click
 import pytest
 from kvdepot.client.ctl.app import cli
 
+from tests.rigs.ctl_process import commands_of
 from tests.rigs.manual import anchor, sections
 
 TITLE = "kvdepotctl "
@@ -17,7 +18,7 @@ SECTIONS = {title: text for title, text in sections("kvdepotctl.md", 2).items() 
 
 def verbs(group: click.Group, path: str = TITLE) -> Iterator[tuple[str, click.Command]]:
     """Yield the whole name of each verb that does something, groups resolved."""
-    for name, command in group.commands.items():
+    for name, command in commands_of(group).items():
         if isinstance(command, click.Group):
             yield from verbs(command, f"{path}{name} ")
         if not isinstance(command, click.Group) or command.invoke_without_command:
