@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -167,7 +169,7 @@ class Run:
             if self.outcome.over:
                 raise ViolationError(f"N3: {self.outcome.over} requests took more than {_LIMIT_SECONDS:g} s")
         except (AssertionError, grpc.RpcError) as error:
-            self.outcome.finding = str(error) or repr(error)
+            self.outcome.finding = "".join(traceback.format_exception(error))
         self.outcome.seconds = time.monotonic() - began
         return self._added_up()
 
@@ -228,7 +230,7 @@ class Run:
         began = time.monotonic()
         for keys in prompts:
             self.outcome.quiet[world.ask(keys).outcome] += 1
-        world.store_own()
+        self._fill()
         self._acquires.windows["quiet"].append((began, time.monotonic()))
 
     def _offered(self, source: Source) -> list[bytes]:
@@ -237,7 +239,9 @@ class Run:
 
         def offered() -> bool:
             found[:] = self.world.prompt(source)
-            return self.world.locate(found, _FOUND_SECONDS) == CHUNKS
+            with suppress(grpc.RpcError):  # there is no answer yet
+                return self.world.locate(found, _FOUND_SECONDS) == CHUNKS
+            return False
 
         wait_until(offered, f"N3: something of source {source.node} is found")
         return found
@@ -245,11 +249,11 @@ class Run:
     def _fill(self) -> None:
         """Have all extents given back, and store over them."""
         wait_until(self._nothing_lent, "all extents were given back", pause_seconds=0.003)
-        self.world.forget_given_up()
+        self.world.forget()
         self.world.store_own()
 
     def _nothing_lent(self) -> bool:
-        self.world.release_given_up()  # it may be granted only now
+        self.world.release()  # one may be granted only now
         return not self.world.lent_bytes()
 
     def _judge(self, names: tuple[str, ...], asked: list[Asked]) -> None:

@@ -85,8 +85,7 @@ class World:
         self.fleet = PeerNetwork(folder, self.network)
         self._numbers = itertools.count()
         self.own: deque[list[bytes]] = deque(maxlen=8)
-        self._given_up: list[int] = []
-        self._lease_id = 0
+        self._leases: list[int] = []
         try:
             own, other = _processors()
             self.sources = [self._source(node, other) for node in range(SOURCES)]
@@ -153,14 +152,14 @@ class World:
         """Workers of all tiers of the reader."""
         return children(self.reader.pid, _WORKER) if self.reader.process else []
 
-    def release_given_up(self) -> None:
-        """Release what may have been granted after the engine computed."""
-        for lease_id in self._given_up:
+    def release(self) -> None:
+        """Release the leases of all requests, no part of which this is: the reader may have stopped."""
+        for lease_id in self._leases:
             self.engine.release(lease_id)
 
-    def forget_given_up(self) -> None:
+    def forget(self) -> None:
         """None of them is granted any more."""
-        self._given_up.clear()
+        self._leases.clear()
 
     def attach(self) -> None:
         """Be the same engine of the reader's next run."""
@@ -195,18 +194,15 @@ class World:
                 outcome = "hit" if self._load(keys[:found], DEADLINE_SECONDS + GIVE_UP_SECONDS) else "miss"
         except grpc.RpcError:
             outcome = "given up"
-            self._given_up.append(self._lease_id)
         return Asked(outcome, time.monotonic() - began, limit.is_over())
 
     def _load(self, keys: list[bytes], seconds: float) -> bool:
         engine = self.engine
-        self._lease_id = engine.new_lease_id()
-        _, outcome, extents = engine.acquire(keys, lease_id=self._lease_id, seconds=seconds)
+        self._leases.append(engine.new_lease_id())  # it may be granted after the engine has given up
+        _, outcome, extents = engine.acquire(keys, lease_id=self._leases[-1], seconds=seconds)
         if outcome is not AcquireOutcome.GRANTED:
             return False
-        loaded = engine.read(extents, len(keys))
-        engine.release(self._lease_id)
-        _compare(keys, loaded)
+        _compare(keys, engine.read(extents, len(keys)))
         return True
 
 
