@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.network import why_no_network
 from tests.rigs.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,3 +33,14 @@ def test_the_cost_of_each_call_is_measured_with_few_and_many_objects_and_with_a_
     figures = json.loads(there.read_text())
     assert 0 < figures["load_us"] < figures["store_us"]
     assert figures["write_us"] > 0 and figures["read_us"] > 0
+
+
+@pytest.mark.long(seconds=20)
+@pytest.mark.skipif(bool(why_no_network()), reason=why_no_network())
+def test_loads_from_a_peer_are_compared_with_a_bare_socket(tmp_path: Path) -> None:
+    there = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.peer_stream", "--objects", "4", "--rounds", "1", "--json", str(there)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=patient(300), capture_output=True)
+    figures = json.loads(there.read_text())
+    assert figures["stream_ratio"] > 0 and figures["stream_gb_s"] > 0
+    assert min(figures[f"tls_{connections}_gb_s"] for connections in (1, 2, 4)) > 0
