@@ -13,7 +13,17 @@ from kvdepot.client.ctl.importing import ImportProgress
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.control import PrefetchReply, VerifyReply
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 EXIT_STOPPED: Final = 130
 
@@ -28,6 +38,13 @@ class Bar:
     done: int
     total: int
     text: str
+
+
+class _Rate(ProgressColumn):
+    """What is done in a second; empty until two replies have come."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:,.0f}/s" if task.speed else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +63,8 @@ def follow(
     With `as_json` every reply is a line; else there are bars where somebody looks at them.
     """
     shown = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
-        console=console, transient=True,
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"), console=console, transient=True,
     )  # fmt: skip
     tasks: dict[str, TaskID] = {}
     reply: Reply | None = None

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.settings import Settings
 
 EXIT_OK, EXIT_FAILED = 0, 1
-_STYLES: Final = {Outcome.OK: "green", Outcome.WARN: "yellow", Outcome.FAIL: "red", Outcome.SKIPPED: "dim"}
+_STYLES: Final = {Outcome.FAIL: "red", Outcome.WARN: "yellow", Outcome.SKIPPED: "dim", Outcome.OK: "green"}
+"""In the order in which their rows are read."""
+_WITHOUT_ALL: Final = (Outcome.FAIL, Outcome.WARN)
 
 
 @click.command()
@@ -38,9 +40,12 @@ _STYLES: Final = {Outcome.OK: "green", Outcome.WARN: "yellow", Outcome.FAIL: "re
 )
 @click.option("--read-only", is_flag=True, help="Write no temporary file to a tier, and do not attach.")
 @click.option("--engine", metavar="URL|PID", help="Check only the flags of a vLLM server on this host.")
+@click.option("--all", "every", is_flag=True, help="List also what is ok, and what was skipped.")
 @json_option
 @click.pass_context
-def doctor(context: click.Context, file: str | None, read_only: bool, engine: str | None, as_json: bool) -> int:
+def doctor(
+    context: click.Context, file: str | None, read_only: bool, engine: str | None, every: bool, as_json: bool
+) -> int:
     """Check this host and the daemon.
 
     Compares the host with a configuration and a running daemon, and names a fix for each problem. Run it as the
@@ -61,7 +66,7 @@ def doctor(context: click.Context, file: str | None, read_only: bool, engine: st
     if as_json:
         echo_record(_record(endpoint, settings, findings))
     else:
-        _print(findings, Console())
+        echo_table(findings, Console(), every=every)
     return EXIT_FAILED if any(one.outcome is Outcome.FAIL for one in findings) else EXIT_OK
 
 
@@ -80,18 +85,23 @@ def _record(endpoint: Endpoint, settings: Settings | None, findings: Sequence[Fi
     }
 
 
-def _print(findings: Sequence[Finding], console: Console) -> None:
-    """Print a row per check, and below it what to do."""
+def echo_table(findings: Sequence[Finding], console: Console, *, every: bool) -> None:
+    """Print a row per check that fails or warns, the worst first, and below it what to do. With `every`, all checks."""
+    shown = [
+        one for outcome in _STYLES for one in findings if one.outcome is outcome and (every or outcome in _WITHOUT_ALL)
+    ]
     table = Table(title="doctor", title_justify="left", title_style="bold")
     for column in ("outcome", "of", "check", "found"):
         table.add_column(column, overflow="fold")
-    for one in findings:
+    for one in shown:
         fix = f"\n[bold]fix:[/] {escape(one.fix)}" if one.fix else ""
         fix += f"\n[bold]see:[/] {one.runbook}" if one.runbook else ""
         state = f"[{_STYLES[one.outcome]}]{one.outcome}[/]"
         table.add_row(state, escape(one.subject), escape(one.check), escape(one.message) + fix)
-    console.print(table)
-    console.print(", ".join(f"{count} {outcome}" for outcome, count in _counts(findings).items()))
+    if shown:
+        console.print(table)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in _counts(findings).items())
+    console.print(counts if len(shown) == len(findings) else f"{counts} (--all lists each)")
 
 
 def _counts(findings: Sequence[Finding]) -> dict[Outcome, int]:
