@@ -85,11 +85,14 @@ class Attached:
         call = AttachCall(1, 1, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, stream=stream)
         self.reply: AttachReply
         self.reply, descriptors = exchange(self.connection, codec.encode_attach_call(call))
-        for descriptor in descriptors:
+        self._lifeline = descriptors if stream else ()  # a proxy ends when its client has closed this
+        for descriptor in () if stream else descriptors:
             os.close(descriptor)
 
     def close(self) -> None:
         self.connection.close()
+        for descriptor in self._lifeline:
+            os.close(descriptor)
 
 
 class Comparing(RawEngine):

@@ -237,7 +237,7 @@ def test_who_may_not_open_the_socket_is_refused(daemon: DaemonProcess, engine: R
         pytest.skip("becoming another user needs root")
     daemon.directory.chmod(0o755)
     program = (
-        "import os, rich.console\nfrom kvdepot.client.ctl.app import main\n"
+        "import os, rich.console\nfrom kvdepot.client.ctl.app import cli, main\ncli.verbs()\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); main()"  # once all is read that only root may
     )
     for verb in (("loads", "off"), ("quota", "set", "1MiB"), ("verify",), ("prefetch", "0")):
