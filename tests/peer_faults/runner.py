@@ -156,14 +156,18 @@ class Run:
             raise
 
     def run(self, faults: int, seconds: float = float("inf")) -> Outcome:
-        """Stop after so many faults, or before those that would begin after so many seconds; not without any."""
+        """Stop after so many faults, or before those that would begin after so many seconds.
+
+        In any case a fault has begun within a load, and a load without a fault has come, if so many faults suffice.
+        """
         began = time.monotonic()
         try:
             wait_until(lambda: self._acquires.running, "RAM serves")
             began = time.monotonic()
             for names in plan(self.outcome.seed):
                 struck = self.outcome.faults.total()
-                if struck >= faults or (struck and time.monotonic() > began + seconds):
+                seen = self.outcome.under_way and self.outcome.quiet["hit"]
+                if struck >= faults or (seen and time.monotonic() > began + seconds):
                     break
                 self._phase(names)
             if self.outcome.over:
