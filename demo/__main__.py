@@ -20,6 +20,7 @@ from rich.table import Table
 from demo.bucket import BucketServer
 from demo.daemon import Daemon
 from demo.engine import ROOT
+from demo.peers import Peers
 from demo.scenarios import PROMPT_TOKENS, Demo, Row, Say, Tokens, ToyRun
 from demo.toys import DENSE, HYBRID
 
@@ -86,9 +87,21 @@ def _bucket_rows(build: Path, reference: Tokens, say: Say) -> list[Row]:
         with Daemon(configuration) as first, _on(first, build, "kvdepotd-first-node", say) as demo:
             demo.fill_bucket()
         say("that node is gone; starting kvdepotd on a new one")
-        with Daemon(configuration) as second, _on(second, build, "kvdepotd-new-node", say, reference) as demo:
-            demo.load_from_bucket()
-            return demo.rows
+        peers = Peers.make(Path(folder))
+        with Daemon(configuration + peers.tls, peers=peers.url) as second:
+            with _on(second, build, "kvdepotd-new-node", say, reference) as demo:
+                demo.load_from_bucket()
+                rows = demo.rows
+            return rows + _peer_rows(build, reference, say, peers)
+
+
+def _peer_rows(build: Path, reference: Tokens, say: Say, peers: Peers) -> list[Row]:
+    """A node that has nothing but a peer, which has the prompts in its RAM."""
+    say("starting kvdepotd on another node, which has nothing but that node as a peer")
+    configuration = f'capacity = "1GiB"\n{peers.tls}{peers.tier}'
+    with Daemon(configuration) as third, _on(third, build, "kvdepotd-reader", say, reference) as demo:
+        demo.load_from_peer()
+        return demo.rows
 
 
 def _report(rows: list[Row], file: Path) -> int:

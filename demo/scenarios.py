@@ -20,7 +20,7 @@ PROMPT_TOKENS = 3000
 OUTPUT_TOKENS = 16
 LOOKUP_TIMEOUT_SECONDS = 2.0  # a demo may run on a busy machine, whose delays would be misses
 TIER_TIMEOUT_SECONDS = 60.0
-DISK = BUCKET = 1  # of the daemon's tiers; 0 is RAM
+DISK = BUCKET = PEER = 1  # of the daemon's tiers; 0 is RAM
 PUBLISHED = "shared_publications.bucket/written"
 Say = Callable[[str], None]
 Tokens = dict[str, list[tuple[int, ...]]]
@@ -161,6 +161,12 @@ class Demo:
         """Ask a new engine of a node that has nothing but the bucket."""
         self._start("D")
         self._measure("D", "from a bucket, on a new node", expect_hits=True)
+
+    def load_from_peer(self) -> None:
+        """Ask a new engine of a node whose daemon has nothing but a peer."""
+        self._daemon.wait(lambda status: status.tiers[PEER].state == "ready", TIER_TIMEOUT_SECONDS, "sees its peer")
+        self._start("E")
+        self._measure("E", "from the RAM of another node", expect_hits=True)
 
     def _restart_without_arena(self) -> None:
         self._daemon.arena.unlink()
