@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from kvdepot.client.vllm.base import versions
 from kvdepot.core import arena, export_file, objectfile, trace_file
+from packaging.specifiers import SpecifierSet
 
 from tests.rigs.kubernetes import VERSIONS
 
@@ -39,3 +41,14 @@ def test_versions_of_what_is_around_are_those_that_are_tested() -> None:
     assert re.findall(r"0\.\d+", ROWS["vLLM"]) == [
         ".".join(map(str, one)) for one in (versions.VERSION_MIN, versions.VERSION_MAX)
     ]
+
+
+def test_every_package_of_the_environment_installs_on_the_oldest_python() -> None:
+    """Debian 12 has Python 3.11.2: a newer patch release on the machine of a developer hides what asks for one."""
+    oldest = f"{ROWS['Python'].split()[0]}.0"
+    packages = list(metadata.distributions())
+    assert packages
+    refused = {
+        p.name: wanted for p in packages if oldest not in SpecifierSet(wanted := p.metadata["Requires-Python"] or "")
+    }
+    assert refused == {}
