@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 from types import FrameType
@@ -44,6 +45,7 @@ LONG_SECONDS = 30.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sample", "a sample of the tests")
     group.addoption("--sample-seconds", type=float, help="draw tests that take so long, one after the other")
+    group.addoption("--begin-within", type=float, help="seconds after which no test begins: the rest is skipped")
     group = parser.getgroup("workers", "the workers of pytest-xdist")
     group.addoption("--preload", action="append", default=[], help="module that is imported once for all workers")
 
@@ -105,6 +107,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen.add(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+_BEGAN = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A sample is no longer on a slow machine. What it has no time for is there to be seen, as skipped."""
+    within = item.config.getoption("--begin-within")
+    began = item.config.stash.setdefault(_BEGAN, time.monotonic())
+    if within is not None and time.monotonic() - began > within:
+        pytest.skip(f"the sample's {within:g} s are over")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -80,7 +80,7 @@ class Copy:
     def note(self, files: Sequence[str]) -> Noted:
         """Runs all tests of these, without a change."""
         code = self._ask_to_run([*self._arguments, *files], None, None)
-        if code not in (0, 1):
+        if code not in (0, 1) or not self._report.exists():
             raise RuntimeError(f"pytest ends with {code}: {self._output.read_text()[-2000:]}")
         return Noted.read(self._report)
 

@@ -40,7 +40,7 @@ def serve() -> None:
             _import(task["imported"])
         else:
             code = _run(task)
-        if code is not None and task.get("tests", ()) is None:
+        if code is not None and task.get("tests", ()) is None and Path(task["report"]).exists():
             _import(Noted.read(Path(task["report"])).imported)
         print(json.dumps(code), file=answers, flush=True)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.conftest import pytest_runtest_setup
 from tests.rigs import patience
 from tests.rigs.patience import Deadline, wait_until
 
@@ -64,3 +67,15 @@ def test_the_limit_of_a_test_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pytest.fail.Exception, match="Timeout"):
         time.sleep(30)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "the one that went off is not set again"
+
+
+def test_a_sample_whose_time_is_over_begins_no_test_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    config = SimpleNamespace(stash=pytest.Stash(), getoption={"--begin-within": 150.0}.__getitem__)
+    item: Any = SimpleNamespace(config=config)
+    pytest_runtest_setup(item)
+    clock.now += 150
+    pytest_runtest_setup(item)
+    clock.now += 1
+    with pytest.raises(pytest.skip.Exception, match="the sample's 150 s are over"):
+        pytest_runtest_setup(item)
