@@ -14,6 +14,7 @@ from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import RawEngine, keys_of, payload_of, status_of
 
 READY_BYTES = 64 << 20
+NO_ROOM = re.compile(rf"no room for more than {READY_BYTES} of (\d+) bytes: Cannot allocate memory")
 
 
 @pytest.fixture
@@ -41,12 +42,11 @@ def ram(daemon: DaemonProcess) -> TierStatus:
 def test_ram_grows_again_once_the_memory_that_it_lacked_is_back(daemon: DaemonProcess, short: Path) -> None:
     daemon.wait_for_log("ready to serve")
     daemon.wait_for_log("arena stopped growing")
+    wait_until(lambda: ram(daemon).ready_bytes == READY_BYTES, "all that there is room for is ready")
+    wait_until(lambda: NO_ROOM.fullmatch(ram(daemon).reason), lambda: f"the first piece without: {ram(daemon).reason}")
     squeezed = ram(daemon)
-    assert (squeezed.state, squeezed.ready_bytes) == ("degraded", READY_BYTES)
-    found = re.fullmatch(
-        rf"no room for more than {READY_BYTES} of (\d+) bytes: Cannot allocate memory", squeezed.reason
-    )
-    assert found is not None, squeezed.reason
+    found = NO_ROOM.fullmatch(squeezed.reason)
+    assert squeezed.state == "degraded" and found is not None
     keys = keys_of("meanwhile", 8)
     with RawEngine(daemon.socket) as engine:
         engine.store(keys)

@@ -121,6 +121,23 @@ def test_what_found_no_room_is_tried_again_until_there_is(arena: Arena, monkeypa
     populator.stop()
 
 
+def test_the_reason_names_the_first_piece_without_room_whichever_thread_is_first(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def squeeze(offset: int) -> None:
+        if offset == 3 * PIECE:
+            wait_until(lambda: arena.reports and arena.reports[-1].reason, "a later piece has found none")
+        if offset >= 3 * PIECE:
+            raise NO_ROOM
+
+    allocating(monkeypatch, squeeze)
+    populator = arena.populator(threads=2, retry_seconds=3600)
+    populator.start()
+    first = f"no room for more than {3 * PIECE} of {SIZE} bytes"
+    wait_until(lambda: arena.reports and first in arena.reports[-1].reason, "the reason is that of the first piece")
+    populator.stop()
+
+
 def test_while_there_is_no_room_one_piece_at_a_time_is_tried_and_the_reason_stays(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
