@@ -217,6 +217,7 @@ class ReloadReply:
     file: Explanation
     changes: tuple[ConfigChange, ...] = ()
     empties_ram: bool = False  # after a restart, because the arena is another one
+    ram_lost_bytes: int = 0  # of RAM's data, with the objects there, after a restart
 
 
 @dataclass(frozen=True, slots=True)

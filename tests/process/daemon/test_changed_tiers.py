@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
 from kvdepot.core.calls import AcquireOutcome
+from kvdepot.core.units import size_text
 from kvdepot.server.config.config import load
 from kvdepot.server.daemon.start_checks import arena_outlook
 from kvdepot.server.platform.processes import read_boot_id
 
+from tests.rigs.ctl_process import answered
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_node import config, wait_ready, wait_written
 from tests.rigs.patience import wait_until
@@ -129,6 +132,30 @@ def test_a_changed_tier_keeps_what_ram_has(node: DaemonProcess, directory: Path,
         assert engine.load(keys_of("stored after", 24)) == [payload_of(key) for key in keys_of("stored after", 24)]
 
 
+@pytest.mark.requirement("T6", "I8")
+@pytest.mark.parametrize("kill", [False, True])
+def test_pins_and_epochs_are_those_of_before_a_changed_tier(node: DaemonProcess, directory: Path, kill: bool) -> None:
+    """Added, then removed again: what is pinned stays so, and no object of an ended epoch comes back."""
+    pinned, ended = keys_of("pinned", 8), dense_spec("another")
+    node.config = ""
+    node.start()
+    with RawEngine(node.socket) as engine, RawEngine(node.socket, spec=ended) as other:
+        engine.store(pinned)
+        other.store(pinned)
+        wait_summed(engine)
+        answered(node, "pin", f"{engine.namespace.hex()}/{pinned[-1].hex()}", "--ttl", "1h")
+        answered(node, "epoch", "bump", other.namespace.hex(), "--yes")
+    for after in (disk(directory), ""):
+        assert " adopted" in restart(node, after, kill=kill)
+        with RawEngine(node.socket) as engine, RawEngine(node.socket, spec=replace(ended, bumps=1)) as other:
+            wait_until(lambda at=engine: at.status().tiers[0].pinned_objects == len(pinned), "all are pinned again")
+            assert engine.load(pinned) == [payload_of(key) for key in pinned]
+            assert other.locate(pinned) == 0 and other.load(pinned) is None
+            wait_until(
+                lambda at=engine: at.status().tiers[0].objects == len(pinned), "those of the ended epoch are gone"
+            )
+
+
 @pytest.mark.requirement("T6", "I1")
 @pytest.mark.parametrize(("change", "kill"), cases("remove", "path"))
 def test_what_only_the_former_tier_had_is_neither_offered_nor_counted(
@@ -199,6 +226,11 @@ def test_a_tier_that_is_added_to_a_full_ram_takes_its_memory_from_the_end(
         engine.arena.close()
     assert len(there) > 100
     added = node.config + disk(directory, io_workers="4")
+    with (node.directory / "kvdepot.toml").open("a") as file:
+        file.write(disk(directory, io_workers="4"))
+    (announced,) = re.findall(
+        r"RAM will be (.*B) smaller after a restart with this file", answered(node, "config", "diff")
+    )
     node.config = added
     assert check(node)[0] == "" and "RAM shrinks" in check(node)[1]
     log = restart(node, added, kill=kill)
@@ -206,6 +238,7 @@ def test_a_tier_that_is_added_to_a_full_ram_takes_its_memory_from_the_end(
     with RawEngine(node.socket, spec=spec) as engine:
         less = engine.status().tiers[0]
         assert less.used_bytes <= less.ready_bytes < whole.ready_bytes
+        assert announced == size_text(whole.ready_bytes - less.ready_bytes)
         assert 512 * node.data.stat().st_blocks <= less.ready_bytes
         kept = [keys for keys in there if engine.locate(keys)]
         lost = engine.counter("adopted_objects.beyond_capacity")

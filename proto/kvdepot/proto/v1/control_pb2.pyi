@@ -180,9 +180,12 @@ class ReloadResponse(google.protobuf.message.Message):
     FILE_FIELD_NUMBER: builtins.int
     CHANGES_FIELD_NUMBER: builtins.int
     EMPTIES_RAM_FIELD_NUMBER: builtins.int
+    RAM_LOST_BYTES_FIELD_NUMBER: builtins.int
     file: builtins.str
     empties_ram: builtins.bool
     """A restart with this file begins with empty RAM, because the arena is another one."""
+    ram_lost_bytes: builtins.int
+    """of RAM, with the objects there: such a restart begins without them"""
     @property
     def changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ConfigChange]: ...
     def __init__(
@@ -191,8 +194,9 @@ class ReloadResponse(google.protobuf.message.Message):
         file: builtins.str = ...,
         changes: collections.abc.Iterable[global___ConfigChange] | None = ...,
         empties_ram: builtins.bool = ...,
+        ram_lost_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["changes", b"changes", "empties_ram", b"empties_ram", "file", b"file"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changes", b"changes", "empties_ram", b"empties_ram", "file", b"file", "ram_lost_bytes", b"ram_lost_bytes"]) -> None: ...
 
 global___ReloadResponse = ReloadResponse
 

@@ -72,7 +72,19 @@ def refuse_what_needs_a_restart(before: Config, after: Config, found: tuple[Conf
 
 def replaces_arena(before: Config, after: Config) -> bool:
     """Return whether a restart with the other configuration makes another arena, so that RAM begins empty."""
-    return _arena_of(before) != _arena_of(after) or not kept_parts(before.arena_layout, after.arena_layout)
+    return not _kept(before, after)
+
+
+def lost_bytes(before: Config, after: Config) -> int:
+    """Return how many bytes of RAM's data a restart with the other configuration loses."""
+    return before.arena_layout.data_bytes - sum(_kept(before, after))
+
+
+def _kept(before: Config, after: Config) -> tuple[int, ...]:
+    """Return the bytes of each part that a restart keeps; empty if it makes another arena."""
+    if _arena_of(before) != _arena_of(after):
+        return ()
+    return kept_parts(before.arena_layout, after.arena_layout)
 
 
 def _arena_of(config: Config) -> tuple[Path, bool, bytes]:

@@ -38,7 +38,7 @@ from kvdepot.core.proc_text import MEMORY_KINDS
 from kvdepot.core.report import PinStatus
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.memory_room import file_system
-from kvdepot.server.config.reloading import changes, refuse_what_needs_a_restart, replaces_arena, values
+from kvdepot.server.config.reloading import changes, lost_bytes, refuse_what_needs_a_restart, replaces_arena, values
 from kvdepot.server.config.schema import DISK_KIND
 from kvdepot.server.config.set_quotas import SetQuotas, spelled
 from kvdepot.server.daemon.state_file import KeptPin, OperatorState, StateFile
@@ -328,7 +328,10 @@ class Control:
     async def compare(self) -> ReloadReply:
         """Return how the file differs from the running configuration. Raise ConfigError for a bad file."""
         after = await self._read()
-        return ReloadReply(after.file, changes(self._config, after), replaces_arena(self._config, after))
+        before = self._config
+        return ReloadReply(
+            after.file, changes(before, after), replaces_arena(before, after), lost_bytes(before, after)
+        )  # fmt: skip
 
     async def reload(self) -> ReloadReply:
         """Apply the whole file or nothing. Raise ConfigError."""

@@ -142,6 +142,7 @@ class Assembly:
             alive
         )
         self._departures.end_orphaned()
+        self.invalidation.adopted()
         self.counters.add("adopted_objects.adopted", report.kept)
         for reason, count in report.dropped.items():
             self.counters.add(f"adopted_objects.{reason}", count)

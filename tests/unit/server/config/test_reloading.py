@@ -147,6 +147,26 @@ def test_a_refusal_says_what_to_do_and_what_the_restart_costs(
 
 
 @pytest.mark.requirement("T9")
+@pytest.mark.parametrize(
+    ("before", "after", "least", "most"),
+    [
+        ('"2GiB"', '"3GiB"', 1.0, 1.0),  # another arena
+        ('path = "/d"\ncapacity = "1GiB"', 'path = "/d"\ncapacity = "32GiB"', 0.001, 0.9),  # its index takes memory
+        ('path = "/d"', 'path = "/d"\ncodec = "lz4"', 0.001, 0.9),  # its workers do
+        ('path = "/s"', 'path = "/s"\ndeadline = "9s"', 0.0, 0.0),
+    ],
+)
+def test_a_comparison_says_how_much_of_ram_a_restart_loses(
+    tmp_path: Path, before: str, after: str, least: float, most: float
+) -> None:
+    daemon = Daemon(tmp_path)
+    whole = load(daemon.file).arena_layout.data_bytes
+    daemon.change(before, after)
+    reply = asyncio.run(daemon.control.compare())
+    assert least * whole <= reply.ram_lost_bytes <= most * whole
+
+
+@pytest.mark.requirement("T9")
 def test_the_arena_keeps_its_size_where_auto_means_another_one_by_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

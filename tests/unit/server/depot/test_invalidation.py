@@ -204,3 +204,25 @@ def test_nothing_is_read_ahead_of_what_is_void() -> None:
     rig.tier.run()
     rig.depot.tick()
     audit(rig.depot)
+
+
+@pytest.mark.requirement("P2")
+def test_what_a_run_had_no_time_to_delete_is_deleted_by_the_next_one() -> None:
+    rig = Rig()
+    client, other = rig.attach("one", 10), rig.attach("other", 11, HYBRID)
+    client.store(KEYS)
+    other.store(KEYS, (Kind.ATTENTION, Kind.STATE))
+    rig.sum_all()
+    bump(rig, client)
+    epochs = rig.depot.invalidation.epochs
+    rig.crash()
+    assert rig.report.kept == 9
+    rig.depot.invalidation.epochs = epochs
+    rig.depot.invalidation.adopted()
+    for _ in range(3):
+        rig.depot.tick()
+    assert rig.sum_all() == 6
+    namespaces = {one.namespace_id: one.objects for one in rig.depot.status().namespaces}
+    assert namespaces[DENSE.namespace_id()] == {}
+    assert namespaces[other.namespace] == {Kind.ATTENTION: 3, Kind.STATE: 3}
+    audit(rig.depot)

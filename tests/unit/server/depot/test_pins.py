@@ -263,3 +263,13 @@ def test_a_path_is_walked_in_slices_also_while_it_goes(walked: int, monkeypatch:
     client.store(PATH)
     later(rig, 3)
     assert rig.depot.status().tier.pinned_objects == 3
+
+
+def test_while_pins_are_looked_at_again_their_figures_stay() -> None:
+    rig = Rig()
+    client = rig.attach()
+    client.store(PATH)
+    found = pin(rig, client, PATH[2])
+    rig.depot.pins.configure(0.5)
+    while rig.depot.pins.run_once():
+        assert rig.depot.pins.statuses() == (found,)

@@ -9,6 +9,7 @@ from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.texts import say
+from kvdepot.core.units import size_text
 
 if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
@@ -79,6 +80,9 @@ def diff(connection: tuple[Endpoint, float], as_json: bool) -> int:
             say(_line(change) + ("" if change.live else " (needs a restart)"))
         if reply.empties_ram:
             say("RAM will begin empty after a restart with this file, because the arena is another one")
+        elif reply.ram_lost_bytes:
+            smaller = size_text(reply.ram_lost_bytes)
+            say(f"RAM will be {smaller} smaller after a restart with this file, and lose what lay at its end")
     return EXIT_DIFFERENT if reply.changes else 0
 
 

@@ -76,6 +76,12 @@ class Invalidation:
         namespace = self._namespaces.by_id.get(namespace_id)
         return namespace_id in self.epochs.invalidated_namespaces or (namespace is not None and namespace.invalid)
 
+    def adopted(self) -> None:
+        """Delete what an earlier run has made invalid and not deleted. `epochs` are those of that run."""
+        for namespace in self._namespaces.by_slot.values():
+            if namespace.id in self.epochs.invalidated_namespaces:
+                self._leave(namespace)
+
     def begin(self, epochs: Epochs) -> Invalidated:
         """Invalidate namespaces by new epochs. Nothing of them is granted any more, and nothing in progress succeeds.
 

@@ -136,7 +136,8 @@ class Pins:
                 path: list[int] = []
                 yield from up(self._index, namespace, pin.key, path)
                 found.append((pin, namespace, np.array(path, np.int64)))
-            pin.chunks, pin.objects, pin.bytes = 0, 0, 0
+            else:
+                pin.chunks, pin.objects, pin.bytes = 0, 0, 0
         yield from self._release(found)
         for pin, namespace, path_nodes in found:
             yield from self._take_path(namespace, path_nodes) if pin.key else self._take_all(namespace)
