@@ -124,8 +124,8 @@ test-next: test-next-fast ## the same, with its long tests and real engines
 chaos: venv ## engines and a daemon under random faults: make chaos SECONDS=120 SEED= NODES=1
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) --nodes $(NODES) $(if $(SEED),--seed $(SEED))
 
-peer-faults: venv ## daemons that load from each other under random faults, as root: make peer-faults FAULTS=1000 SEED=
-	$(BIN)/python -m tests.peer_faults --faults $(FAULTS) $(if $(SEED),--seed $(SEED))
+peer-faults: venv ## daemons that load from each other under random faults, as root: make peer-faults FAULTS=1000 LANE=nixl SEED=
+	$(BIN)/python -m tests.peer_faults --faults $(FAULTS) $(if $(LANE),--lane $(LANE)) $(if $(SEED),--seed $(SEED))
 
 soak: venv ## real engines under load and random faults: make soak SECONDS=120 SEED=
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.io.framing import HEAD
 from kvdepot.server.io.jobs import ABSENT
-from kvdepot.server.io.peer_wire import ALPN, FROM_READER, TO_READER, Exact, Leased, Locate, Located, Pull
+from kvdepot.server.io.peer_wire import ALPN, FROM_READER, TO_READER, Exact, Leased, Locate, Located, Pull, Question
 
 from tests.fakes.listener import Listener
 from tests.rigs.certificates import Files
@@ -166,13 +166,14 @@ class LyingSource(Listener):
                 for piece in self._answer(frame[1]):
                     connection.sendall(piece)
 
-    def _answer(self, question: Locate | Pull) -> Sent:
+    def _answer(self, question: Question) -> Sent:
         if isinstance(question, Pull):
             payload = self._payload_of(question.name.key)
             if self.pulls is not None:
                 self.lied += 1
                 return self.pulls(self, payload)
             return iter((_leased(payload), payload))
+        assert isinstance(question, Locate), "nothing else is asked over the stream"
         if self.lookups is not None and question.wanted:  # a probe asks for nothing
             self.lied += 1
             return self.lookups(self, len(question.wanted))

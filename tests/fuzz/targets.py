@@ -53,6 +53,7 @@ _FRAMINGS: tuple[Framing[Any], ...] = (
     jobs.JOBS, jobs.ANSWERS, checksum_wire.JOBS, checksum_wire.ANSWERS, messages.REQUESTS, messages.MESSAGES,
     links.TO_COORDINATOR, links.FROM_COORDINATOR, stream_wire.OPENING,
     peer_wire.FROM_READER, peer_wire.TO_READER, peer_wire.TO_DAEMON, peer_wire.FROM_DAEMON,
+    peer_wire.TO_LENDER, peer_wire.FROM_LENDER,
 )  # fmt: skip
 _MAGIC_AND_VERSION = struct.pack("<8sII", b"KVDOBJCT", 1, 1)
 _METHODS = tuple(BY_CALL.values())

@@ -1,4 +1,4 @@
-"""`python -m tests.peer_faults [--faults N] [--seed S] [--seconds N] [--json FILE]`: peers under random faults.
+"""`python -m tests.peer_faults [--faults N] [--seed S] [--seconds N] [--lane L] [--json FILE]`: peers and faults.
 
 Exits with 1 at the first promise that does not hold. docs/testing.md.
 """
@@ -23,16 +23,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fault after so long")
     parser.add_argument("--seed", type=int, help="of the plan of faults, and of their points in time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was counted")
+    parser.add_argument("--lane", choices=("stream", "nixl"), default="stream", help="what objects come over")
     parser.add_argument("--plant", action="store_true", help="write a late byte: the run must fail")
     options = parser.parse_args()
     if reason := why_no_network():
         print(reason)
         return 2
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    print(f"peer faults: seed {seed}, {options.faults} faults", flush=True)
+    print(f"peer faults: seed {seed}, {options.faults} faults, over {options.lane}", flush=True)
     signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory(prefix="kvd") as folder:
-        run = Run(Path(folder), seed, plant=options.plant, say=lambda line: print(line, flush=True))
+        run = Run(
+            Path(folder),
+            seed,
+            plant=options.plant,
+            nixl=options.lane == "nixl",
+            say=lambda line: print(line, flush=True),
+        )
         try:
             outcome = run.run(options.faults, options.seconds)
             print(table(outcome))

@@ -146,3 +146,5 @@ FAULTS: Final = {_name(fault): fault for faults in _GROUPS.values() for fault in
 GROUPS: Final = {_name(fault): group for group, faults in _GROUPS.items() for fault in faults}
 OF_READER: Final = frozenset(_name(fault) for fault in _GROUPS["reader"])
 """Its RAM serves nobody meanwhile."""
+NOT_OVER_NIXL: Final = frozenset({_name(bit_flips)})
+"""The wire flips what the checksum of TCP does not show. UCX believes its own headers then, and may write elsewhere."""

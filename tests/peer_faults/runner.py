@@ -12,7 +12,7 @@ import time
 import traceback
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from typing import Any, Final
 import grpc
 
 from tests.peer_faults.acquires import TIMED
-from tests.peer_faults.faults import FAULTS, GROUPS, OF_READER, Ending
+from tests.peer_faults.faults import FAULTS, GROUPS, NOT_OVER_NIXL, OF_READER, Ending
 from tests.peer_faults.world import (
     CHUNKS,
     DEADLINE_SECONDS,
@@ -123,13 +123,13 @@ class Acquires:
         return sorted(found)
 
 
-def plan(seed: int) -> Iterator[tuple[str, ...]]:
+def plan(seed: int, names: Collection[str] = FAULTS) -> Iterator[tuple[str, ...]]:
     """Name the faults of each request, of one group each, without end. Each comes once before any comes again."""
     rng = random.Random(f"plan {seed}")
     deck = list[str]()
     while True:
         if not deck:
-            deck = rng.sample(sorted(FAULTS), len(FAULTS))
+            deck = rng.sample(sorted(names), len(names))
         faults = [deck.pop()]
         for _ in range(rng.randrange(_AT_ONCE_MAX)):
             others = [name for name in deck if GROUPS[name] not in {GROUPS[one] for one in faults}]
@@ -142,13 +142,15 @@ def plan(seed: int) -> Iterator[tuple[str, ...]]:
 class Run:
     """`plant`: write a byte after the extents were given back, which has to be found."""
 
-    def __init__(self, folder: Path, seed: int, *, plant: bool = False, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, folder: Path, seed: int, *, plant: bool = False, nixl: bool = False, say: Callable[[str], None] = print
+    ) -> None:
         self.outcome = Outcome(seed)
-        self._plant, self._say = plant, say
+        self._plant, self._nixl, self._say = plant, nixl, say
         self._rng = random.Random(seed)
         self._loads = list[float]()
         self._pool = ThreadPoolExecutor(1)
-        self.world = World(folder, seed)
+        self.world = World(folder, seed, nixl=nixl)
         try:
             self._acquires = Acquires(self.world.reader.socket)
         except BaseException:
@@ -164,12 +166,14 @@ class Run:
         try:
             wait_until(lambda: self._acquires.running, "RAM serves")
             began = time.monotonic()
-            for names in plan(self.outcome.seed):
+            for names in plan(self.outcome.seed, [one for one in FAULTS if not (self._nixl and one in NOT_OVER_NIXL)]):
                 struck = self.outcome.faults.total()
                 seen = self.outcome.under_way and self.outcome.quiet["hit"]
                 if struck >= faults or (seen and time.monotonic() > began + seconds):
                     break
                 self._phase(names)
+            if self._nixl and "objects come over nixl" not in self.world.reader.log:
+                raise ViolationError("nothing came over NIXL")
             if self.outcome.over:
                 raise ViolationError(f"N3: {self.outcome.over} requests took more than {_LIMIT_SECONDS:g} s")
         except (AssertionError, grpc.RpcError) as error:

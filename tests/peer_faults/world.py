@@ -48,7 +48,7 @@ grace = "1s"
 """
 _STORED_AT_ONCE: Final = 12
 """Prompts."""
-_SERVER: Final = b"kvdepot.server.io.peer_server"
+_SERVERS: Final = (b"kvdepot.server.io.peer_server", b"kvdepot.server.io.nixl_lender")
 _WORKER: Final = b"kvdepot.server.io.worker"
 
 
@@ -74,13 +74,19 @@ class Source:
 
     @property
     def servers(self) -> list[int]:
-        return children(self.daemon.pid, _SERVER) if self.daemon.process else []
+        """Return the processes that send or lend."""
+        if not self.daemon.process:
+            return []
+        return [pid for module in _SERVERS for pid in children(self.daemon.pid, module)]
 
 
 class World:
     """`close` ends all of it."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, *, nixl: bool = False) -> None:
+        self._nixl = nixl
+        if nixl:
+            os.environ["UCX_TLS"] = "tcp"  # UCX would find out that all nodes are on one host
         self.network = Network(SOURCES + 1, seed=seed)
         self.fleet = PeerNetwork(folder, self.network)
         self._numbers = itertools.count()
@@ -97,6 +103,7 @@ class World:
                 cpus=own,
                 breaker=_BREAKER,
                 more=_MORE,
+                borrows=nixl,
             )
             self.engine = RawEngine(self.reader.socket)
         except BaseException:
@@ -104,7 +111,7 @@ class World:
             raise
 
     def _source(self, node: int, cpus: list[int]) -> Source:
-        daemon = self.fleet.source_at(node, ram=_RAM, cpus=cpus)
+        daemon = self.fleet.source_at(node, ram=_RAM, cpus=cpus, lends=self._nixl)
         return Source(node, daemon, RawEngine(daemon.socket))
 
     def close(self) -> None:

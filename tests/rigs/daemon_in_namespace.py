@@ -10,7 +10,7 @@ import sys
 
 from kvdepot.server.daemon import app
 
-from tests.rigs.namespaces import enter
+from tests.rigs.namespaces import enter, see_interfaces
 
 prepare = app.prepare
 
@@ -18,6 +18,7 @@ prepare = app.prepare
 def main() -> int:
     namespace, cpus = sys.argv[1:3]
     enter(namespace)  # before there is another thread
+    see_interfaces()
     if cpus != "-":
         os.sched_setaffinity(0, map(int, cpus.split(",")))
     del sys.argv[1:3]

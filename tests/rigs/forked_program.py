@@ -26,7 +26,7 @@ from tests.rigs.forked import ForkedProcess, ForkingProcess
 DAEMON: Final = "kvdepot.server.daemon.app"
 _LATE: Final = (
     "CACHE_DIRECTORY", "COLUMNS", "HOME", "KVDEPOT_", "LISTEN_", "NOTIFY_SOCKET", "PYTEST_", "RUNTIME_DIRECTORY",
-    "STATE_DIRECTORY", "TMPDIR", "XDG_",
+    "STATE_DIRECTORY", "TMPDIR", "UCX_", "XDG_",
 )  # fmt: skip
 """Beginnings of the names of variables that no module reads when it is imported."""
 ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}

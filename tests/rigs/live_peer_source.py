@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from kvdepot.core.calls import ROOT_KEY, Kind
@@ -17,7 +18,7 @@ from kvdepot.server.config.config import check
 from kvdepot.server.daemon.peer_source import PeerSource
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.io.peer_client import Peer
-from kvdepot.server.io.peer_wire import Leased, PeerSettings, Pull
+from kvdepot.server.io.peer_wire import Lane, Leased, PeerSettings, Pull
 from kvdepot.server.storage.base import ObjectName
 
 from tests.rigs.certificates import Authority
@@ -36,11 +37,11 @@ FILL = 9
 class Live:
     """A depot with two objects, and the process that sends them."""
 
-    def __init__(self, folder: Path, lease_seconds: float) -> None:
+    def __init__(self, folder: Path, lease_seconds: float, *, lends: bool = False) -> None:
         self.authority = authority = Authority(folder)
         files = authority.issue("peer", PEER)
         tls = {"cert": f"{files.cert}", "key": f"{files.key}", "client_ca": f"{authority.pem}", "allow_peers": [PEER]}
-        daemon = {"listen": ["unix:///run/k.sock"], "listen_peers": "tcp://127.0.0.1:0"}
+        daemon = {"listen": ["unix:///run/k.sock"], "listen_peers": "tcp://127.0.0.1:0", "lend_nixl": lends}
         config = check("f", {"daemon": daemon, "ram": {"capacity": "1GiB"}, "tls": tls})
         self.rig = Rig(3 * OBJECT_BYTES // 4096)
         self.arena_fd = os.memfd_create("arena")
@@ -60,10 +61,8 @@ class Live:
             "127.0.0.1", 0, f"{files.cert}", f"{files.key}", f"{authority.pem}", (PEER,), timeout_seconds=60.0
         )
 
-    def peer(self) -> Peer:
-        port = self.source.addresses[0][1]
-        settings = PeerSettings.unpack(self.settings.pack().replace('"port": 0', f'"port": {port}'))
-        return Peer(settings)
+    def peer(self, lane: Lane = Lane.STREAM) -> Peer:
+        return Peer(replace(self.settings, port=self.source.addresses[0][1], lane=lane))
 
     def name(self, at: int) -> ObjectName:
         parent = KEYS[at - 1] if at else ROOT_KEY
@@ -97,8 +96,9 @@ class Live:
 
 
 @asynccontextmanager
-async def live(folder: Path, lease_seconds: float = 30.0) -> AsyncIterator[Live]:
-    one = Live(folder, lease_seconds)
+async def live(folder: Path, lease_seconds: float = 30.0, *, lends: bool = False) -> AsyncIterator[Live]:
+    """`lends`: over NIXL, too."""
+    one = Live(folder, lease_seconds, lends=lends)
     await one.source.listen()
     try:
         yield one

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Final
 
 _CLONE_NEWNET: Final = 0x40000000
+_CLONE_NEWNS: Final = 0x00020000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
+_SYS, _CGROUP = b"/sys", b"/sys/fs/cgroup"
 _TUNSETIFF: Final = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914
@@ -36,6 +39,21 @@ def enter(namespace: str) -> None:
         _checked(_libc.setns(fd, _CLONE_NEWNET), "setns")
     finally:
         os.close(fd)
+
+
+def see_interfaces() -> None:
+    """Let this process, and all that it starts, see the interfaces of its namespace in /sys. Raise OSError.
+
+    UCX looks for them there. Other processes see what they saw before.
+    """
+    _checked(_libc.unshare(_CLONE_NEWNS), "unshare")
+    cgroup = os.open(_CGROUP, os.O_PATH)
+    try:
+        _checked(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount")
+        _checked(_libc.mount(b"sysfs", _SYS, b"sysfs", 0, None), "mount")
+        _checked(_libc.mount(b"/proc/self/fd/%d" % cgroup, _CGROUP, None, _MS_BIND | _MS_REC, None), "mount")
+    finally:
+        os.close(cgroup)
 
 
 def _checked(code: int, call: str) -> None:

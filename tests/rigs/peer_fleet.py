@@ -18,6 +18,8 @@ from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, payload_of, status_of
 
 PEER: Final = "URI:spiffe://fleet/kvdepot"
 RAM: Final = "512MiB"
+LENDING: Final = "lend_nixl = true\n"
+BORROWING: Final = 'lane = "nixl"\n'
 
 
 class Fleet:
@@ -36,9 +38,10 @@ class Fleet:
             f"allow_peers = {json.dumps(names)}\n"
         )
 
-    def source(self, *, port: int = 0, more: str = "", tls: str = "") -> DaemonProcess:
-        """Start a daemon that listens for peers."""
-        config = f'[daemon]\nlisten_peers = "tcp://127.0.0.1:{port}"\n{tls or self.tls()}{more}'
+    def source(self, *, port: int = 0, more: str = "", tls: str = "", lends: bool = False) -> DaemonProcess:
+        """Start a daemon that listens for peers. `lends`: over NIXL, too. It may not be ready to when this returns."""
+        listen = f'[daemon]\nlisten_peers = "tcp://127.0.0.1:{port}"\n{LENDING if lends else ""}'
+        config = f"{listen}{tls or self.tls()}{more}"
         return self._start(config)
 
     def reader(

@@ -9,10 +9,12 @@ from typing import Final
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.network import Network
 from tests.rigs.patience import wait_until
-from tests.rigs.peer_fleet import RAM, Fleet, tier_of
+from tests.rigs.peer_fleet import BORROWING, LENDING, RAM, Fleet, tier_of
 
 PORT: Final = 7448
 """Of all sources: each has an address of its own."""
+NIXL_RAM: Final = "768MiB"
+"""Of a reader with two tiers over NIXL: their workers take more of it."""
 
 
 class PeerNetwork(Fleet):
@@ -22,21 +24,30 @@ class PeerNetwork(Fleet):
         super().__init__(folder)
         self.network = network
 
-    def source_at(self, node: int, *, ram: str = RAM, cpus: Iterable[int] = (), more: str = "") -> DaemonProcess:
-        """Start a daemon that listens for peers. It listens at the same place after each restart."""
-        listen = f'[daemon]\nlisten_peers = "tcp://{self.network.address(node)}:{PORT}"\n'
+    def source_at(
+        self, node: int, *, ram: str = RAM, cpus: Iterable[int] = (), more: str = "", lends: bool = False
+    ) -> DaemonProcess:
+        """Start a daemon that listens for peers. It listens at the same place after each restart.
+
+        `lends`: over NIXL, too.
+        """
+        listen = f'[daemon]\nlisten_peers = "tcp://{self.network.address(node)}:{PORT}"\n{LENDING if lends else ""}'
         return self._at(node, f"{listen}{self.tls()}{more}", ram, cpus)
 
     def reader_at(
         self, node: int, *sources: int, deadline: str = "2s", ram: str = RAM, cpus: Iterable[int] = (),
-        breaker: str = 'failures = 3\nprobe_every = "1s"\n', more: str = "",
+        breaker: str = 'failures = 3\nprobe_every = "1s"\n', more: str = "", borrows: bool = False,
     ) -> DaemonProcess:  # fmt: skip
-        """Start a daemon with a peer tier for each of these nodes. Return when all tiers are ready."""
+        """Start a daemon with a peer tier for each of these nodes. Return when all tiers are ready.
+
+        `borrows`: over NIXL.
+        """
         tiers = "".join(
             f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "tcp://{self.network.address(source)}:{PORT}"\n'
-            f'capacity = "64MiB"\ndeadline = "{deadline}"\n'
+            f'capacity = "64MiB"\ndeadline = "{deadline}"\n{BORROWING if borrows else ""}'
             for number, source in enumerate(sources)
         )
+        ram = NIXL_RAM if borrows else ram
         daemon = self._at(node, f"{self.tls()}{tiers}[breaker]\n{breaker}{more}", ram, cpus)
         wait_until(lambda: self.ready(daemon, len(sources)), "all its tiers are ready")
         return daemon

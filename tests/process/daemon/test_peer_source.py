@@ -28,7 +28,7 @@ def test_a_lease_ends_with_the_last_byte_and_a_connection_serves_several(tmp_pat
                 assert await one.pulled(peer, at) == bytes([FILL]) * OBJECT_BYTES
             await one.counted("peer_pulls.whole", 3)
             await one.none_lent()
-            assert one.counters.get("peer_sent_bytes") == 3 * OBJECT_BYTES
+            assert one.counters.get("peer_sent_bytes.stream") == 3 * OBJECT_BYTES
             peer.close()
 
     run(test)

@@ -63,7 +63,7 @@ def test_what_one_daemon_stored_another_one_loads_from_its_ram(fleet: Fleet) -> 
     assert no_problems(reader), "a peer has no janitor that could be missing"
     assert counter(reader, "io_bytes.peer-0/read") == 12 * OBJECT_BYTES
     wait_until(lambda: counter(source, "peer_pulls.whole") == 12, "all leases have ended")
-    assert counter(source, "peer_sent_bytes") == 12 * OBJECT_BYTES
+    assert counter(source, "peer_sent_bytes.stream") == 12 * OBJECT_BYTES
     assert status_of(source.socket).tiers[0].lent_bytes == 0
 
 

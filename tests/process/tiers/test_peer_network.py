@@ -27,6 +27,12 @@ SLOW = 1.5e6
 """Bytes a second: an object takes 175 ms, and all of them less than the deadline."""
 
 
+@pytest.fixture(autouse=True)
+def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else UCX would find out that all nodes are on one host, and use no network."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
 @pytest.fixture
 def network() -> Iterator[Network]:
     if reason := why_no_network():
@@ -48,12 +54,23 @@ def lent_bytes(daemon: DaemonProcess) -> int:
     return status_of(daemon.socket).tiers[0].lent_bytes
 
 
+LANES = pytest.mark.parametrize("nixl", [False, True], ids=["stream", "nixl"])
+
+
+def _source(fleet: PeerNetwork, node: int, *, nixl: bool) -> DaemonProcess:
+    source = fleet.source_at(node, lends=nixl)
+    if nixl:
+        source.wait_for_log("RAM is lent over NIXL")
+    return source
+
+
+@LANES
 @pytest.mark.requirement("T3", "N1")
-def test_a_reader_in_another_namespace_loads_from_two_sources(fleet: PeerNetwork) -> None:
+def test_a_reader_in_another_namespace_loads_from_two_sources(fleet: PeerNetwork, nixl: bool) -> None:
     prompts = {node: keys_of(f"of {node}", 6) for node in (FIRST, SECOND)}
     for node, keys in prompts.items():
-        stored(fleet.source_at(node), keys)
-    reader = fleet.reader_at(READER, FIRST, SECOND, deadline="20s")
+        stored(_source(fleet, node, nixl=nixl), keys)
+    reader = fleet.reader_at(READER, FIRST, SECOND, deadline="20s", borrows=nixl)
     before = fleet.network.counts()["carried"]
     with RawEngine(reader.socket) as engine:
         for node, keys in prompts.items():
@@ -63,13 +80,31 @@ def test_a_reader_in_another_namespace_loads_from_two_sources(fleet: PeerNetwork
     assert (fleet.network.counts()["carried"] - before) * MTU >= 12 * OBJECT_BYTES, "over the wire"
 
 
+@pytest.mark.requirement("T3")
+def test_objects_of_a_source_that_nixl_does_not_reach_come_over_the_stream(
+    fleet: PeerNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    keys = keys_of("stream", 6)
+    stored(_source(fleet, FIRST, nixl=True), keys)
+    reader = fleet.reader_at(READER, FIRST, deadline="20s", borrows=True)
+    with RawEngine(reader.socket) as engine:
+        located(engine, keys)
+        assert engine.load(keys) == payloads(keys)
+    assert "objects come over stream: NIXL does not reach the peer" in reader.log
+    assert status_of(reader.socket).counters.get("io_workers.peer-0/crashed", 0.0) == 0
+
+
+@LANES
 @pytest.mark.requirement("N1", "N3")
-def test_a_partition_within_a_transfer_ends_at_the_deadline_and_returns_all_extents(fleet: PeerNetwork) -> None:
+def test_a_partition_within_a_transfer_ends_at_the_deadline_and_returns_all_extents(
+    fleet: PeerNetwork, nixl: bool
+) -> None:
     cut, after, own = keys_of("cut", 8), keys_of("after", 4), keys_of("own", 4)
-    source = fleet.source_at(FIRST)
+    source = _source(fleet, FIRST, nixl=nixl)
     stored(source, cut)
     stored(source, after)
-    reader = fleet.reader_at(READER, FIRST, deadline=f"{DEADLINE_SECONDS}s")
+    reader = fleet.reader_at(READER, FIRST, deadline=f"{DEADLINE_SECONDS}s", borrows=nixl)
     with RawEngine(reader.socket) as engine, ThreadPoolExecutor(1) as pool:
         engine.store(own)
         located(engine, cut)

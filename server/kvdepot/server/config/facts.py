@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.server.config import arena_directory
 from kvdepot.server.config.addresses import host_and_port, url_address
 from kvdepot.server.config.capacity_check import capacity_warnings
+from kvdepot.server.config.peers import nixl_keys
 
 if TYPE_CHECKING:
     from kvdepot.core.errors import KvDepotError
@@ -28,6 +29,7 @@ def facts(config: Config, refused: KvDepotError | None = None) -> dict[str, Any]
         "refused": "" if refused is None else str(refused),
         "refused_by_permissions": refused is not None and isinstance(refused.__cause__, PermissionError),
         "warnings": list(capacity_warnings(config)),
+        "uses_nixl": bool(nixl_keys(config.tables)),
         "daemon": {
             "listen": list(daemon.listen),
             "mode": daemon.mode_bits,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 from kvdepot.server.config.addresses import TCP, host_and_port
-from pydantic import BaseModel
+from kvdepot.server.io.peer_wire import Lane
+from pydantic import BaseModel, Field
 
 PEER_KIND: Final = "peer"
 _NOT_OF_PEERS: Final = (
@@ -20,6 +21,7 @@ class PeerKeys(BaseModel):
     kind: str
     url: str
     tenant: str = ""
+    lane: Annotated[Lane, Field(strict=False)] = Lane.STREAM
 
     @property
     def peer_address(self) -> tuple[str, int]:
@@ -32,8 +34,8 @@ class PeerKeys(BaseModel):
         on_root_filesystem is refused for every kind but one.
         """
         if self.kind != PEER_KIND:
-            if self.tenant:
-                raise ValueError(f'tenant needs kind = "{PEER_KIND}"')
+            if self.tenant or self.lane is not Lane.STREAM:
+                raise ValueError(f'{"tenant" if self.tenant else "lane"} needs kind = "{PEER_KIND}"')
             return
         if given := [name for name in _NOT_OF_PEERS if name in self.model_fields_set]:
             raise ValueError(f'{given[0]} is no key of kind = "{PEER_KIND}": nothing is written there')

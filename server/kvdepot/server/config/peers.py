@@ -9,6 +9,8 @@ from typing import Final
 
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.schema import PEER_KIND, Tables
+from kvdepot.server.io.nixl_agent import installed
+from kvdepot.server.io.peer_wire import Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,32 @@ def peers_key(tables: Tables) -> str:
     return next((f"tier.{tier.name}.kind" for tier in tables.tier if tier.kind == PEER_KIND), "")
 
 
+def nixl_keys(tables: Tables) -> list[str]:
+    """Return the keys that say that NIXL is used."""
+    of_tiers = [f"tier.{tier.name}.lane" for tier in tables.tier if tier.lane is Lane.NIXL]
+    return ["daemon.lend_nixl", *of_tiers] if tables.daemon.lend_nixl else of_tiers
+
+
+def _check_nixl(file: str, tables: Tables) -> None:
+    """Raise ConfigError where NIXL is wanted and cannot be used, or where it would show RAM to other tenants."""
+    keys = nixl_keys(tables)
+    if tables.daemon.lend_nixl and not tables.daemon.listen_peers:
+        raise ConfigError(file, keys[0], "nobody could borrow", advice="set daemon.listen_peers, or delete it")
+    if keys and tables.tenant:
+        raise ConfigError(
+            file, keys[0], "NIXL shows all of RAM to a peer, so it cannot be used with [[tenant]]",
+            advice=f'delete it: the lane "{Lane.STREAM}" shows a peer its tenant\'s objects alone',
+        )  # fmt: skip
+    if keys and not installed():
+        raise ConfigError(
+            file, keys[0], "needs the package nixl-cu12, which is not installed",
+            advice="pip install --no-deps nixl-cu12", of_host=True,
+        )  # fmt: skip
+
+
 def check_peers(file: str, tables: Tables) -> None:
     """Raise ConfigError for a peer tier, or an address for peers, that nobody can use."""
+    _check_nixl(file, tables)
     tenants = {tenant.name for tenant in tables.tenant}
     if (names_bytes := len(json.dumps(tables.tls.allow_peers))) > _NAMES_BYTES_MAX:
         raise ConfigError(

@@ -13,6 +13,7 @@ from kvdepot.server.config.memory_room import (
     COORDINATOR_RESERVE_BYTES,
     FILE_RESERVE_BYTES,
     HANDLE_RESERVE_BYTES,
+    NIXL_RESERVE_BYTES,
     OPENER_RESERVE_BYTES,
     PEER_RESERVE_BYTES,
     PEER_SERVER_RESERVE_BYTES,
@@ -21,7 +22,7 @@ from kvdepot.server.config.peers import Peers
 from kvdepot.server.config.schema import DISK_KIND, PEER_KIND, SHARED_KIND, Tables, TierTable
 from kvdepot.server.depot.types import TierConfig, WritePolicy
 from kvdepot.server.io.bucket import BucketSettings
-from kvdepot.server.io.peer_wire import PeerSettings
+from kvdepot.server.io.peer_wire import Lane, PeerSettings
 from kvdepot.server.io.pool import worker_reserve_bytes
 from kvdepot.server.tiers.config import CAPACITY_BYTES_MIN
 from kvdepot.server.tiers.disk.config import DiskConfig
@@ -71,7 +72,7 @@ def peer_config(tables: Tables, tier: TierTable, peers: Peers) -> PeerConfig:
     settings = PeerSettings(
         host, port, tables.tls.cert, tables.tls.key, tables.tls.client_ca, peers.names_of(tier.tenant or None),
         # The daemon's deadline comes first: it ends the worker, and with it whatever writes to the arena.
-        timeout_seconds=2 * tier.deadline,
+        timeout_seconds=2 * tier.deadline, lane=tier.lane,
     )  # fmt: skip
     return PeerConfig(**_common(tables, tier), negative_ttl_seconds=tables.policy.negative_ttl, peer=settings)
 
@@ -114,6 +115,8 @@ def check_capacity(tables: Tables, tier: TierTable) -> None:
 def tiers_reserve_bytes(tables: Tables, capacity_bytes: int) -> int:
     """Return the memory of tiers below RAM: their processes, and their entries in the index."""
     source_bytes = PEER_SERVER_RESERVE_BYTES + worker_reserve_bytes(capacity_bytes, codec=False)
+    if tables.daemon.lend_nixl:
+        source_bytes += NIXL_RESERVE_BYTES + worker_reserve_bytes(capacity_bytes, codec=False)
     return sum(_reserve_bytes(tables, tier, capacity_bytes) for tier in tables.tier) + (
         source_bytes if tables.daemon.listen_peers else 0
     )
@@ -123,7 +126,8 @@ def _reserve_bytes(tables: Tables, tier: TierTable, arena_bytes_max: int) -> int
     workers_bytes = tier.io_workers * worker_reserve_bytes(arena_bytes_max, codec=tier.codec_number is not Codec.NONE)
     if tier.kind != DISK_KIND:
         handles = shared_config(tables, tier).handles_max
-        beside_bytes = {SHARED_KIND: COORDINATOR_RESERVE_BYTES, PEER_KIND: tier.io_workers * PEER_RESERVE_BYTES}
+        of_worker = PEER_RESERVE_BYTES + (NIXL_RESERVE_BYTES if tier.lane is Lane.NIXL else 0)
+        beside_bytes = {SHARED_KIND: COORDINATOR_RESERVE_BYTES, PEER_KIND: tier.io_workers * of_worker}
         return workers_bytes + beside_bytes.get(tier.kind, 0) + handles * (HANDLE_RESERVE_BYTES + FILE_RESERVE_BYTES)
     journal_bytes = worker_reserve_bytes(0, codec=False)
     handles = _disk_layout(tables, tier).handles

@@ -1,7 +1,8 @@
 """The source's side of the peer tier: the process that sends, readers' questions, and the ends of leases (ADR 78).
 
 The daemon decides who gets what, and touches no payload. The process that sends is written down as a worker, and is
-killed if it does not confirm the end of a lease in time.
+killed if it does not confirm the end of a lease in time. Over NIXL another process lends (`nixl_lender`), under leases
+of the process that sends.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvdepot.core.errors import ConfigError, KvDepotError, NoRoom
 from kvdepot.server.config.addresses import TCP, url_address
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.peers import Peers
+from kvdepot.server.daemon.nixl_lender import NixlLender
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.loads.peer_leases import PeerLease, PeerLeases
 from kvdepot.server.io.peer_wire import (
@@ -27,6 +29,7 @@ from kvdepot.server.io.peer_wire import (
     AskPull,
     Ended,
     Granted,
+    Lane,
     Located,
     Refusal,
     Refused,
@@ -55,7 +58,8 @@ class PeerSource:
     """Everything runs on the loop's thread.
 
     Counts `peer_located_objects.found` and `.absent`, `peer_pulls.` and how each ended or why it was refused,
-    `peer_sent_bytes`, `peer_refused_connections.` and why, `peer_servers.started`, `.crashed` and `.killed`.
+    `peer_sent_bytes.` and the lane, `peer_refused_connections.` and why, `peer_servers.started`, `.crashed` and
+    `.killed`.
     """
 
     def __init__(
@@ -77,6 +81,10 @@ class PeerSource:
         self._guard = engine_guard(counters.add)
         self._questions = Paced(QUESTIONS_SHARE, loop)  # of the process that runs now
         self._lease_seconds = lease_seconds
+        self._lender: NixlLender | None = None
+        if config.tables.daemon.lend_nixl:
+            self._lender = NixlLender(data, loop=loop, log=log, count=counters.add)
+        self._borrowed: set[int] = set()  # leases over NIXL
         self._listening: list[socket.socket] = []
         self._child: ProvenChild | None = None
         self._worker = -1
@@ -111,6 +119,8 @@ class PeerSource:
             raise ConfigError(self._file, "daemon.listen_peers", f"cannot listen: {error}") from error
         self._log.info("peers connect to %s", ", ".join(f"{TCP}{url_address(*one)}" for one in self.addresses))
         self._start()
+        if self._lender is not None:
+            self._lender.start()
 
     def configure(self, peers: Peers) -> None:
         """Let others ask from now on."""
@@ -121,6 +131,8 @@ class PeerSource:
         self._closed = True
         for listening in self._listening:
             listening.close()
+        if self._lender is not None:
+            await self._lender.close()
         if self._respawn is not None:
             self._respawn.cancel()
         if self._child is not None:
@@ -139,9 +151,10 @@ class PeerSource:
         self._respawn = None
         try:
             fds = [one.fileno() for one in self._listening]
+            lanes = Lane.STREAM if self._lender is None else Lane.NIXL
             self._child = child = ProvenChild(
                 _MODULE,
-                lambda socket_fd: (pack_parts(self._data), socket_fd, os.getpid(), *self._files, *fds),
+                lambda socket_fd: (pack_parts(self._data), socket_fd, os.getpid(), *self._files, lanes, *fds),
                 (*(fd for fd, _ in self._data), *fds),
                 niceness=_NICENESS, loop=self._loop, listener=self,
             )  # fmt: skip
@@ -199,6 +212,8 @@ class PeerSource:
     def died(self, status: int) -> None:
         self._questions.clear()  # their numbers mean others to the next one
         self._end_timers()
+        self._borrowed.clear()
+        self._serve_borrowers()
         self._guard.call("peers", self._leases.end_all)
         if self._worker >= 0:
             self._guard.call("peers", self._leases.workers.dead, self._worker)
@@ -236,13 +251,24 @@ class PeerSource:
         return Located(lengths, self._arena_id)
 
     def _lease(self, question: AskPull) -> Granted | Refused:
-        lease = self._leased(question)
+        lender = None if self._lender is None else self._lender.lender
+        lease = Refusal.NOT_LENT if question.borrows and lender is None else self._leased(question)
         if isinstance(lease, Refusal):
             self._count(f"peer_pulls.{lease}", 1)
             return Refused(lease)
         late = self._lease_seconds + CONFIRM_SECONDS
         self._timers[lease.number] = self._loop.call_later(late, self._overdue, lease.number)
-        return Granted(lease.number, lease.raw_sum, lease.generation, self._lease_seconds, lease.extents)
+        if question.borrows:
+            self._borrowed.add(lease.number)
+            self._serve_borrowers()
+        return Granted(
+            lease.number, lease.raw_sum, lease.generation, self._lease_seconds, lease.extents,
+            lender if question.borrows else None,
+        )  # fmt: skip
+
+    def _serve_borrowers(self) -> None:
+        if self._lender is not None:
+            self._lender.serve(on=bool(self._borrowed))
 
     def _leased(self, question: AskPull) -> PeerLease | Refusal:
         allowed, tenant = self._peers.tenant_of(question.names)
@@ -262,5 +288,8 @@ class PeerSource:
         if timer is not None:
             timer.cancel()
         if self._leases.end(ended.lease):
+            lane = Lane.NIXL if ended.lease in self._borrowed else Lane.STREAM
             self._count(f"peer_pulls.{ended.sent}", 1)
-            self._count("peer_sent_bytes", ended.sent_bytes)
+            self._count(f"peer_sent_bytes.{lane}", ended.sent_bytes)
+        self._borrowed.discard(ended.lease)
+        self._serve_borrowers()

@@ -12,7 +12,7 @@ from kvdepot.server.io.bucket import Bucket
 from kvdepot.server.io.direct_io import DirectFiles
 
 if TYPE_CHECKING:
-    from kvdepot.server.io.peer_wire import Leased, Locate, Located, Pull, Refused
+    from kvdepot.server.io.peer_wire import Lender, Question, Reply
 
 SCRATCH_BYTES_MAX: Final = 64 << 20
 """Of one buffer; it holds the longest coded object of any arena (`coded_limit`)."""
@@ -37,11 +37,27 @@ def coded_limit(arena_bytes: int) -> int:
 class PeerLink(Protocol):
     """A connection to a peer (`peer_client.Peer`)."""
 
-    def ask(self, question: Locate | Pull) -> Located | Leased | Refused: ...
+    @property
+    def lane(self) -> str: ...
+
+    def lends(self) -> bool: ...
+
+    def ask(self, question: Question) -> Reply: ...
+
+    def give_back(self) -> bool: ...
 
     def receive(self, buffer: memoryview) -> None: ...
 
     def close(self) -> None: ...
+
+
+class NixlLink(Protocol):
+    """What reads over NIXL (`nixl_agent.ReadingAgent`)."""
+
+    @property
+    def why_not(self) -> str: ...
+
+    def read(self, lender: Lender, here: Sequence[Extent], there: Sequence[Extent]) -> None: ...
 
 
 class Context:
@@ -54,10 +70,12 @@ class Context:
         present: Callable[[int, int], None] = lambda offset, length: None,  # noqa: ARG005
         bucket: Bucket | None = None,
         peer: PeerLink | None = None,
+        nixl: NixlLink | None = None,
     ) -> None:
         """Prepare, without open files. `arena`: all of it, writable; None if no job has extents.
 
-        `bucket`: what the files of jobs are objects of, instead of the directory. `peer`: as `bucket`.
+        `bucket`: what the files of jobs are objects of, instead of the directory. `peer`: as `bucket`. `nixl`: of
+        a peer's objects, where it can be used.
 
         Extents are offsets in the arena. `present` is called with each extent before it is read or written: see
         `arena_pages`.
@@ -65,6 +83,7 @@ class Context:
         self.files = DirectFiles(directory)
         self.bucket = bucket
         self.peer = peer
+        self.nixl = nixl
         self.header = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self.tail = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self.coded_bytes_max = coded_limit(len(arena or b""))

@@ -39,6 +39,7 @@ FILE_NAME_BYTES_MAX: Final = 512
 """With its folder; the name in the folder alone may have 255 (NAME_MAX)."""
 APPEND_BYTES_MAX: Final = 16 << 20
 DETAIL_BYTES_MAX: Final = 1_024
+LANE_BYTES_MAX: Final = 512
 JOB_BYTES_MAX: Final = 20 << 20
 """Body of one frame to a worker: the longest Append, or the most parts and extents."""
 ANSWER_BYTES_MAX: Final = 4_096
@@ -348,6 +349,7 @@ class Answer:
     requests: FileLength = UNKNOWN  # to a bucket, of this worker since its last answer; UNKNOWN without a bucket
     received_bytes: int = 0  # of a bucket's objects, of this worker since its last answer
     source_id: int = 0  # of the peer that has answered: the id of its arena
+    lane: Annotated[str, Prose(LANE_BYTES_MAX)] = ""  # of a peer's objects; if not as configured, and why: `x: why`
 
     def cut(self) -> Answer:
         """Return it with as much of the detail as fits in a frame: it is for the log."""

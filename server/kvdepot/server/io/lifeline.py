@@ -11,6 +11,10 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 
 
+class ProcessEndError(Exception):
+    """What ends a child process as it is meant to. Its text is for the log; where it was raised says nothing more."""
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when the daemon ends. Exit at once if the parent has already ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -13,15 +13,16 @@ from typing import Final
 from kvdepot.server.io.framing import FrameError
 from kvdepot.server.io.peer_wire import (
     ALPN,
+    ALPN_NIXL,
     FROM_READER,
     TO_READER,
     Exact,
-    Leased,
-    Locate,
-    Located,
+    Lane,
     PeerSettings,
-    Pull,
-    Refused,
+    Question,
+    Reply,
+    Return,
+    Returned,
     receive_into,
 )
 from kvdepot.server.platform.certificates import names_of
@@ -37,8 +38,12 @@ _AGAIN: Final = 2
 class Peer:
     """A connection to the source, made when it is needed. Raises OSError with EIO, or EACCES where it is refused."""
 
-    def __init__(self, settings: PeerSettings) -> None:
+    def __init__(self, settings: PeerSettings, no_nixl: str = "") -> None:
+        """Build it without a connection. `no_nixl`: why this process cannot read over NIXL, if it is to."""
         self._settings = settings
+        self._no_nixl = no_nixl
+        wants = settings.lane is Lane.NIXL and not no_nixl
+        self._protocols = [ALPN_NIXL, ALPN] if wants else [ALPN]
         self._connection: ssl.SSLSocket | None = None
         self._last_context: ssl.SSLContext | None = None
 
@@ -47,8 +52,22 @@ class Peer:
         if self._connection is None:
             self._connection = self._connected()
 
-    def ask(self, question: Locate | Pull) -> Located | Leased | Refused:
-        """Return the answer. If it is `Leased`, `receive` has to take all of the object next."""
+    def lends(self) -> bool:
+        """Connect, and return whether the source lends over NIXL, and this process may borrow."""
+        self.connect()
+        return self._connection is not None and self._connection.selected_alpn_protocol() == ALPN_NIXL
+
+    @property
+    def lane(self) -> str:
+        """Return what objects come over by this connection. If it is not what is configured, say why after a colon."""
+        if self._settings.lane is Lane.STREAM or self._connection is None:
+            return Lane.STREAM
+        if self._connection.selected_alpn_protocol() == ALPN_NIXL:
+            return Lane.NIXL
+        return f"{Lane.STREAM}: {self._no_nixl or 'the peer lends nothing over NIXL'}"
+
+    def ask(self, question: Question) -> Reply:
+        """Return the answer. If it is `Leased`, `receive` has to take all of the object next; `Lent`: `give_back`."""
         frame = FROM_READER.pack(question)
         for left in reversed(range(_AGAIN)):
             used = self._connection is not None
@@ -81,6 +100,19 @@ class Peer:
             self.close()
             raise self._failed("it has closed the connection within an object")
 
+    def give_back(self) -> bool:
+        """Say that all that was lent is here. Return whether it was lent until now: nothing was reused before."""
+        assert self._connection is not None
+        try:
+            self._connection.sendall(FROM_READER.pack(Return()))
+            found = TO_READER.read(Exact(self._connection.recv_into))
+        except (OSError, FrameError):
+            found = None
+        if found is not None and isinstance(found[1], Returned):
+            return True
+        self.close()
+        return False
+
     def close(self) -> None:
         """Close the connection. The next question opens another one."""
         if self._connection is not None:
@@ -99,7 +131,7 @@ class Peer:
                 raw.close()
             raise self._failed(error) from error
         names = names_of(ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode())
-        if connection.selected_alpn_protocol() == ALPN and set(names) & set(settings.names):
+        if connection.selected_alpn_protocol() in self._protocols and set(names) & set(settings.names):
             return connection
         connection.close()
         if set(names) & set(settings.names):
@@ -121,7 +153,7 @@ class Peer:
         context.check_hostname = False  # who it is decide the names of peers: an address is none of them
         context.load_verify_locations(self._settings.ca)
         context.load_cert_chain(self._settings.cert, self._settings.key, password=str)
-        context.set_alpn_protocols([ALPN])
+        context.set_alpn_protocols(self._protocols)
         return context
 
     @property

@@ -1,12 +1,14 @@
 """The source's server of the peer tier: it sends what its daemon has leased, from the arena, over TLS (ADR 78).
 
-Started by the daemon as `python -m kvdepot.server.io.peer_server DATA SOCKET_FD PARENT_PID CERT KEY CA LISTENING...`.
-DATA: of `pack_parts`, mapped for reading alone. LISTENING: descriptors of sockets that listen. It decides nothing: for
-each question of a reader it asks the daemon, which gives it names of the certificate, and gets a lease or a refusal.
+Started by the daemon as `python -m kvdepot.server.io.peer_server DATA SOCKET_FD PARENT_PID CERT KEY CA LANES
+LISTENING...`. DATA: of `pack_parts`, mapped for reading alone. LANES: `nixl` if readers may borrow over NIXL, too.
+LISTENING: descriptors of sockets that listen. It decides nothing: for each question of a reader it asks the daemon,
+which gives it names of the certificate, and gets a lease or a refusal.
 
 A lease is in one thread, from the daemon's answer to `Ended`. That thread sends until all is sent, until the connection
 fails, or until the lease is over. TLS encrypts into memory of its own, so nothing touches the extents after a send has
-returned. The daemon kills this process if an `Ended` is late, and ends its leases when it is reaped.
+returned. The daemon kills this process if an `Ended` is late, and ends its leases when it is reaped. What is borrowed
+is read through another process (`nixl_lender`): here is only its lease.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +33,7 @@ from kvdepot.server.io.framing import FrameError
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.peer_wire import (
     ALPN,
+    ALPN_NIXL,
     FROM_DAEMON,
     FROM_READER,
     NAME_CHARACTERS_MAX,
@@ -38,15 +42,22 @@ from kvdepot.server.io.peer_wire import (
     TO_READER,
     AskLocate,
     AskPull,
+    Borrow,
     Ended,
     Exact,
     Granted,
+    Lane,
     Leased,
+    Lent,
     Locate,
     Located,
     Pull,
+    Question,
     Refusal,
     Refused,
+    Reply,
+    Return,
+    Returned,
     Sent,
     Unconnected,
 )
@@ -79,17 +90,17 @@ Answer = Located | Granted | Refused
 
 def main(arguments: list[str]) -> int:
     data, socket_fd, parent = arguments[0], int(arguments[1]), int(arguments[2])
-    files = tuple(map(Path, arguments[3:6]))
+    cert, key, client_ca = map(Path, arguments[3:6])
     die_with(parent)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which ends this process itself
         signal.signal(ending, signal.SIG_IGN)
     arena = map_parts(unpack_parts(data), writable=False)
     daemon = Daemon(socket.socket(fileno=socket_fd))
-    certificates = Certificates(*files)
+    certificates = Certificates(cert, key, client_ca, [ALPN_NIXL, ALPN] if arguments[6] == Lane.NIXL else [ALPN])
     server = Server(arena, daemon, certificates)
     threading.excepthook = _end
     threading.Thread(target=server.tell_refused, daemon=True).start()
-    for fd in arguments[6:]:
+    for fd in arguments[7:]:
         threading.Thread(target=server.accept, args=(socket.socket(fileno=int(fd)),), daemon=True).start()
     daemon.listen()
     return 0
@@ -140,9 +151,10 @@ class Daemon:
 class Certificates:
     """The server's side of TLS, by the files as they were when they last fitted together."""
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path) -> None:
-        """Read the files. Raise TlsFileError or OSError."""
+    def __init__(self, cert: Path, key: Path, client_ca: Path, protocols: Sequence[str]) -> None:
+        """Read the files. `protocols`: of ALPN, the best one first. Raise TlsFileError or OSError."""
         self._paths = cert, key, client_ca
+        self.protocols = list(protocols)
         self._files = TlsFiles(cert, key, client_ca)
         self._files.load()
         self.context = self._made()
@@ -167,7 +179,7 @@ class Certificates:
         context.num_tickets = 0  # a resumed session is not checked again, and its certificate may have expired
         context.load_verify_locations(client_ca)
         context.load_cert_chain(cert, key, password=str)
-        context.set_alpn_protocols([ALPN])
+        context.set_alpn_protocols(self.protocols)
         return context
 
 
@@ -253,7 +265,7 @@ class Server:
             return
         with connection:
             certificate = connection.getpeercert(binary_form=True)
-            if connection.selected_alpn_protocol() != ALPN or not certificate:
+            if connection.selected_alpn_protocol() not in self._certificates.protocols or not certificate:
                 self._refuse("handshake")
                 return
             found = names_of(ssl.DER_cert_to_PEM_cert(certificate).encode())
@@ -274,7 +286,7 @@ class _Questions:
         self._until = 0.0
         self._begun = False
 
-    def next(self, seconds: float) -> Locate | Pull | None:
+    def next(self, seconds: float) -> Question | None:
         """Wait for so long until the next question begins, and return it. None: there is none.
 
         Raise OSError or FrameError.
@@ -308,6 +320,7 @@ class _Reader:
         self._daemon = daemon
         self._arena = arena
         self._questions = _Questions(connection)
+        self._may_borrow = connection.selected_alpn_protocol() == ALPN_NIXL
 
     def answer_next(self, seconds: float) -> bool:
         """Answer one question, which may begin so late. Return False if no other one is to be answered.
@@ -317,16 +330,42 @@ class _Reader:
         question = self._questions.next(seconds)
         if question is None:
             return False
-        if isinstance(question, Pull):
-            answer = self._daemon.ask(AskPull(self._names, question.name))
-        else:
-            answer = self._daemon.ask(AskLocate(self._names, question.wanted))
+        if isinstance(question, Return) or (isinstance(question, Borrow) and not self._may_borrow):
+            return False  # nothing is lent to it
+        answer = self._daemon.ask(self._asked(question))
         if answer is None:
             return False
         if isinstance(answer, Granted):
-            return self._send(answer, time.monotonic() + answer.seconds)
-        self._send_all(memoryview(TO_READER.pack(answer)), time.monotonic() + QUESTION_SECONDS)
+            until = time.monotonic() + answer.seconds
+            return self._send(answer, until) if answer.lender is None else self._lend(answer, until)
+        self._tell(answer, time.monotonic() + QUESTION_SECONDS)
         return not (isinstance(answer, Refused) and answer.reason is Refusal.NOT_ALLOWED)
+
+    def _asked(self, question: Locate | Pull | Borrow) -> AskLocate | AskPull:
+        if isinstance(question, Locate):
+            return AskLocate(self._names, question.wanted)
+        return AskPull(self._names, question.name, isinstance(question, Borrow))
+
+    def _lend(self, lease: Granted, until: float) -> bool:
+        """Let the reader read a leased object over NIXL. Return whether it gave it back. The lease ends in any case."""
+        assert lease.lender is not None
+        sent = Sent.CUT
+        try:
+            self._tell(Lent(lease.raw_sum, lease.generation, lease.lender, lease.extents), until)
+            question = self._questions.next(_left(until))
+            if isinstance(question, Return):
+                _left(until)
+                sent = Sent.WHOLE
+        except TimeoutError:
+            sent = Sent.LATE
+        except (OSError, FrameError):
+            pass
+        finally:
+            sent_bytes = sum(length for _, length in lease.extents) if sent is Sent.WHOLE else 0
+            self._daemon.tell(Ended(lease.lease, sent, sent_bytes))
+        if sent is Sent.WHOLE:
+            self._tell(Returned(), time.monotonic() + QUESTION_SECONDS)
+        return sent is Sent.WHOLE
 
     def _send(self, lease: Granted, until: float) -> bool:
         """Send a leased object. Return whether the reader has all of it. The lease ends in any case."""
@@ -347,6 +386,9 @@ class _Reader:
         finally:
             self._daemon.tell(Ended(lease.lease, sent, max(sent_bytes, 0)))
         return sent is Sent.WHOLE
+
+    def _tell(self, reply: Reply, until: float) -> None:
+        self._send_all(memoryview(TO_READER.pack(reply)), until)
 
     def _send_all(self, piece: memoryview, until: float) -> int:
         """Send all of it, and return its length. Raise TimeoutError when the lease is over."""

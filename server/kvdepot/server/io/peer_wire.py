@@ -3,6 +3,8 @@
 Reader and source talk over TLS, by frames as child processes use them (`framing`). The version is the protocol of ALPN.
 The reader asks, the source answers, one after the other. After `Leased` come the bytes of the object, and nothing
 else: who cannot send all of them closes the connection.
+
+With `ALPN_NIXL` a reader may also borrow an object: it reads the object over NIXL, and then returns it (ADR 82).
 """
 
 from __future__ import annotations
@@ -20,10 +22,15 @@ from kvdepot.server.io.jobs import ABSENT, FILES_PER_STAT, Extents
 from kvdepot.server.storage.base import ObjectName
 
 ALPN: Final = "kvdepot-peer/1"
+ALPN_NIXL: Final = "kvdepot-peer-nixl/1"
+"""Both sides want NIXL. It has all questions of the other protocol too."""
 NAMES_MAX: Final = 64
 """Of a certificate. What it has beyond them does not count."""
 NAME_CHARACTERS_MAX: Final = 512
-_MESSAGE_BYTES_MAX: Final = 64 << 10
+METADATA_BYTES_MAX: Final = 256 << 10
+"""Of a NIXL agent. It takes 318 bytes with UCX over TCP."""
+_QUESTION_BYTES_MAX: Final = 64 << 10
+_ANSWER_BYTES_MAX: Final = 2 << 20
 _Length = Annotated[Signed, Between(ABSENT, OBJECT_BYTES_MAX)]
 
 
@@ -34,6 +41,14 @@ class Refusal(StrEnum):
     FOREIGN = "foreign"  # it has one of this name, with another parent, boundary or length
     BUSY = "busy"  # it has lent as much as it may
     NOT_ALLOWED = "not_allowed"  # no name of the certificate is that of a peer
+    NOT_LENT = "not_lent"  # it lends nothing over NIXL now
+
+
+class Lane(StrEnum):
+    """What the bytes of an object come over. The values are labels of counters, and those of the key `lane`."""
+
+    STREAM = "stream"
+    NIXL = "nixl"
 
 
 class Sent(StrEnum):
@@ -89,14 +104,56 @@ class Leased:
 
 
 @dataclass(frozen=True, slots=True)
+class Borrow:
+    """Lease this object. It is read over NIXL."""
+
+    name: ObjectName
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """A NIXL agent that serves the arena. `metadata` is a secret: with it all of the arena can be read.
+
+    `digest`: XXH3-128 of `metadata`. NIXL sees no other metadata: of what is too short it would take a part, and dial.
+    `base`: the address of the arena's first byte there.
+    """
+
+    metadata: Annotated[bytes, Count(METADATA_BYTES_MAX)]
+    digest: Digest
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """The right to read these extents until `Return`. `raw_sum` and `generation` are as in `Leased`."""
+
+    raw_sum: Digest
+    generation: int
+    lender: Lender
+    extents: Extents
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """All bytes have come. Who cannot say this ends the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The lease lasted until now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The answer to a question that the source does not answer otherwise."""
 
     reason: Refusal
 
 
-FROM_READER: Final[Framing[Locate | Pull]] = Framing(Locate, Pull, bytes_max=_MESSAGE_BYTES_MAX)
-TO_READER: Final[Framing[Located | Leased | Refused]] = Framing(Located, Leased, Refused, bytes_max=_MESSAGE_BYTES_MAX)
+Question = Locate | Pull | Borrow | Return
+Reply = Located | Leased | Refused | Lent | Returned
+FROM_READER: Final[Framing[Question]] = Framing(Locate, Pull, Borrow, Return, bytes_max=_QUESTION_BYTES_MAX)
+TO_READER: Final[Framing[Reply]] = Framing(Located, Leased, Refused, Lent, Returned, bytes_max=_ANSWER_BYTES_MAX)
 
 
 # Between the source's server and its daemon. The number of a frame is that of the question.
@@ -112,10 +169,11 @@ class AskLocate:
 
 @dataclass(frozen=True, slots=True)
 class AskPull:
-    """A `Pull` of a reader whose certificate has these names."""
+    """A `Pull` of a reader whose certificate has these names, or a `Borrow`."""
 
     names: Names
     name: ObjectName
+    borrows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +185,7 @@ class Granted:
     generation: int
     seconds: Annotated[float, Duration()]
     extents: Extents
+    lender: Lender | None = None  # of what is borrowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +208,23 @@ class Unconnected:
 TO_DAEMON: Final[Framing[AskLocate | AskPull | Ended | Unconnected]] = Framing(
     AskLocate, AskPull, Ended, Unconnected, bytes_max=256 << 10
 )
-FROM_DAEMON: Final[Framing[Located | Granted | Refused]] = Framing(Located, Granted, Refused, bytes_max=2 << 20)
+FROM_DAEMON: Final[Framing[Located | Granted | Refused]] = Framing(
+    Located, Granted, Refused, bytes_max=_ANSWER_BYTES_MAX
+)
+
+
+# Between the process that lends over NIXL and its daemon.
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Serve reads from now on, or no more: something is lent, or nothing."""
+
+    on: bool
+
+
+TO_LENDER: Final[Framing[Serve]] = Framing(Serve, bytes_max=64)
+FROM_LENDER: Final[Framing[Lender]] = Framing(Lender, bytes_max=2 * METADATA_BYTES_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +238,7 @@ class PeerSettings:
     ca: str
     names: tuple[str, ...]  # of the certificates that count as this peer's
     timeout_seconds: float  # of one step
+    lane: Lane = Lane.STREAM
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -170,7 +246,7 @@ class PeerSettings:
     @classmethod
     def unpack(cls, text: str) -> Self:
         values: dict[str, Any] = json.loads(text)
-        return cls(**{**values, "names": tuple(values["names"])})
+        return cls(**{**values, "names": tuple(values["names"]), "lane": Lane(values["lane"])})
 
 
 Receive = Callable[[memoryview], int]

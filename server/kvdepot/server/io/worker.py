@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -27,15 +28,16 @@ from kvdepot.core.data_mapping import unpack_parts
 from kvdepot.server.io import directory_guard
 from kvdepot.server.io.arena_pages import ArenaPages
 from kvdepot.server.io.bucket import Bucket, BucketSettings
-from kvdepot.server.io.context import Context, PeerLink
+from kvdepot.server.io.context import Context, NixlLink
 from kvdepot.server.io.direct_io import outcome_of
 from kvdepot.server.io.jobs import ANSWERS, JOBS, JOBS_PER_WORKER, STARTED, Answer, Job
-from kvdepot.server.io.lifeline import die_with, exit_code
+from kvdepot.server.io.lifeline import ProcessEndError, die_with, exit_code
 from kvdepot.server.io.perform import perform
 from kvdepot.server.storage.base import IoOutcome
 
 _IDLE_SECONDS: Final = 5.0
 """Then files are closed: an open one keeps the blocks of what was removed."""
+_WHY_CHARACTERS_MAX: Final = 100
 
 
 def main(arguments: list[str]) -> int:
@@ -56,10 +58,11 @@ def main(arguments: list[str]) -> int:
     path_works = threading.Event()
     if arena is not None and not packed_peer:  # its death is awaited, and takes as long as it has pages (ADR 78)
         threading.Thread(target=arena.populate, args=(path_works,), daemon=True).start()
+    make_peer = _peers(packed_peer, arena) if packed_peer else None
     for _ in range(JOBS_PER_WORKER):
         context = Context(directory, bucket=bucket)
-        if packed_peer:
-            context = Context(directory, arena.view if arena else None, peer=_peer(packed_peer))
+        if make_peer is not None:
+            context = make_peer(directory)
         elif arena is not None:
             context = Context(directory, arena.view, arena.present, bucket)
         serving = (jobs, context, entrance, daemon, sending, path_works)
@@ -72,11 +75,22 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _peer(packed: str) -> PeerLink:
+def _peers(packed: str, arena: ArenaPages | None) -> Callable[[str], Context]:
+    """Return what makes the context of a thread: it has a connection of its own, and all have one NIXL agent."""
     from kvdepot.server.io.peer_client import Peer  # TLS, which other workers never need
-    from kvdepot.server.io.peer_wire import PeerSettings
+    from kvdepot.server.io.peer_wire import Lane, PeerSettings
 
-    return Peer(PeerSettings.unpack(packed))
+    settings, view = PeerSettings.unpack(packed), arena.view if arena else None
+    nixl: NixlLink | None = None
+    why = ""
+    if settings.lane is Lane.NIXL and view is not None:
+        from kvdepot.server.io.nixl_agent import NixlError, ReadingAgent
+
+        try:
+            nixl = ReadingAgent(view, settings.timeout_seconds)
+        except NixlError as error:
+            why = str(error)[:_WHY_CHARACTERS_MAX]
+    return lambda directory: Context(directory, view, peer=Peer(settings, why), nixl=nixl)
 
 
 class Entrance:
@@ -126,7 +140,10 @@ def _serve(
 
 def _end(failure: threading.ExceptHookArgs) -> None:
     """End the process after a job that raised. The daemon sees this as any other death."""
-    sys.excepthook(failure.exc_type, failure.exc_value or failure.exc_type(), failure.exc_traceback)
+    if isinstance(failure.exc_value, ProcessEndError):
+        print(f"kvdepotd: I/O worker {os.getpid()} ends: {failure.exc_value}", file=sys.stderr)  # noqa: T201
+    else:
+        sys.excepthook(failure.exc_type, failure.exc_value or failure.exc_type(), failure.exc_traceback)
     os._exit(1)
 
 

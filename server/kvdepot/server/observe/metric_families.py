@@ -19,10 +19,11 @@ from kvdepot.proto.status import STATUS
 from kvdepot.server.depot.adoption import REASONS as ADOPTION_REASONS
 from kvdepot.server.depot.loads.lookups import LookedUp
 from kvdepot.server.depot.stores.audits import OUTCOMES as AUDIT_OUTCOMES
-from kvdepot.server.io.peer_wire import Refusal, Sent
+from kvdepot.server.io.peer_wire import Lane, Refusal, Sent
 from kvdepot.server.observe.metric_family import (
     LOWER,
     OF_SEVERAL,
+    PEER,
     Family,
     Samples,
     Scrape,
@@ -358,11 +359,18 @@ _PEERS = (
     ),
     counter(
         "peer_pulls",
-        "Objects that peers asked to be sent, by outcome.",
+        "Objects that peers asked to be sent, or to borrow, by outcome.",
         "outcome",
         (*Sent, *Refusal),
     ),
-    counter("peer_sent_bytes", "Bytes of objects that were sent to peers."),
+    counter("peer_sent_bytes", "Bytes of objects that were sent to peers, by what they went over.", "lane", Lane),
+    tier_counter(
+        "peer_loaded_bytes",
+        "Bytes of objects that were loaded from peers and verified, by what they came over.",
+        "lane",
+        Lane,
+        kinds=(PEER,),
+    ),
     counter(
         "peer_refused_connections",
         "Refusals of peers, by reason.",
@@ -374,6 +382,12 @@ _PEERS = (
         "Processes that send to peers, by what happened to them.",
         "event",
         ("started", "crashed", "killed"),
+    ),
+    counter(
+        "peer_lenders",
+        "Processes that lend RAM to peers over NIXL, by what happened to them.",
+        "event",
+        ("started", "crashed"),
     ),
 )
 

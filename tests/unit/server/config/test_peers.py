@@ -8,6 +8,8 @@ import pytest
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.config import Config, check
 from kvdepot.server.config.peers import Peers
+from kvdepot.server.io import nixl_agent
+from kvdepot.server.io.peer_wire import Lane
 
 TLS = {"cert": "/c", "key": "/k", "client_ca": "/ca", "allow_peers": ["DNS:Node-B", "URI:x"]}
 TIER = {"name": "b", "kind": "peer", "url": "tcp://node-b:7448", "capacity": "64MiB"}
@@ -72,6 +74,11 @@ def test_a_source_and_a_reader_are_told_by_address_and_names() -> None:
             "'DNS:node-b' is in tenant 'a' already",
         ),
         ({"daemon": LISTENING, "tenant": TENANTS[:1]}, "'URI:x' is in no tenant"),
+        ({"daemon": {"lend_nixl": True}, "tier": [TIER]}, "daemon.lend_nixl: nobody could borrow"),
+        ({"daemon": LISTENING | {"lend_nixl": True}, "tenant": TENANTS}, "daemon.lend_nixl: NIXL shows all of RAM"),
+        ({"tier": [TIER | {"lane": "nixl", "tenant": "a"}], "tenant": TENANTS}, "tier.b.lane: NIXL shows all of RAM"),
+        ({"tier": [TIER | {"lane": "rdma"}]}, "'stream' or 'nixl'"),
+        ({"tier": [TIER | {"kind": "shared", "url": "", "path": "/x", "lane": "nixl"}]}, 'lane needs kind = "peer"'),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tables: dict[str, Any], said: str) -> None:
@@ -86,3 +93,21 @@ def test_a_peer_belongs_to_the_tenant_that_names_it_and_to_one_alone() -> None:
     assert config.peers.tenant_of(["URI:x", "DNS:stranger"]) == (True, "c")
     assert config.peers.tenant_of(["DNS:node-b", "URI:x"]) == (False, None)
     assert Peers().tenant_of(["DNS:node-b"]) == (False, None)
+
+
+@pytest.mark.requirement("T3")
+@pytest.mark.parametrize("key", ["daemon.lend_nixl", "tier.b.lane"])
+def test_nixl_needs_its_package_and_memory_and_nobody_gets_it_unasked(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: dict[str, Any] = {"daemon": LISTENING, "tier": [TIER]}
+    stream = checked(**tables)
+    assert not stream.tables.daemon.lend_nixl and stream.tables.tier[0].lane is Lane.STREAM
+    if key == "tier.b.lane":
+        tables["tier"] = [TIER | {"lane": "nixl"}]
+    else:
+        tables["daemon"] = LISTENING | {"lend_nixl": True}
+    assert checked(**tables).arena_bytes < stream.arena_bytes
+    monkeypatch.setattr(nixl_agent, "PACKAGES", ("kvdepot_no_such_package",))
+    assert f"{key}: needs the package nixl-cu12, which is not installed" in refusal(**tables)
+    assert "pip install --no-deps nixl-cu12" in refusal(**tables)

@@ -109,6 +109,7 @@ several = st.lists(texts, max_size=3).map(tuple)
 wanted = st.lists(st.builds(peer_wire.Wanted, sixteen, sixteen, st.integers(0, 255)), max_size=3).map(tuple)
 located = st.builds(peer_wire.Located, st.lists(st.integers(-1, 64 << 30), max_size=3).map(tuple))
 refused = st.builds(peer_wire.Refused, st.sampled_from(peer_wire.Refusal))
+lenders = st.builds(peer_wire.Lender, st.binary(max_size=400), sums, u64)
 FRAMINGS: list[tuple[Framing[Any], st.SearchStrategy[Any]]] = [
     (JOBS, jobs),
     (ANSWERS, answers),
@@ -141,15 +142,29 @@ FRAMINGS: list[tuple[Framing[Any], st.SearchStrategy[Any]]] = [
             st.none() | st.floats(0, 1e6), u64,
         ),
     ),
-    (peer_wire.FROM_READER, st.builds(peer_wire.Locate, wanted) | st.builds(peer_wire.Pull, names)),
-    (peer_wire.TO_READER, located | refused | st.builds(peer_wire.Leased, st.integers(1, 64 << 30), sums, u64)),
+    (
+        peer_wire.FROM_READER,
+        st.builds(peer_wire.Locate, wanted) | st.builds(peer_wire.Pull, names)
+        | st.builds(peer_wire.Borrow, names) | st.builds(peer_wire.Return),
+    ),
+    (
+        peer_wire.TO_READER,
+        located | refused | st.builds(peer_wire.Leased, st.integers(1, 64 << 30), sums, u64)
+        | st.builds(peer_wire.Lent, sums, u64, lenders, extents) | st.builds(peer_wire.Returned),
+    ),
     (
         peer_wire.TO_DAEMON,
-        st.builds(peer_wire.AskLocate, several, wanted) | st.builds(peer_wire.AskPull, several, names)
+        st.builds(peer_wire.AskLocate, several, wanted) | st.builds(peer_wire.AskPull, several, names, st.booleans())
         | st.builds(peer_wire.Ended, u64, st.sampled_from(peer_wire.Sent), u64)
         | st.builds(peer_wire.Unconnected, st.just("limit"), u64),
     ),
-    (peer_wire.FROM_DAEMON, located | refused | st.builds(peer_wire.Granted, u64, sums, u64, st.just(0.5), extents)),
+    (
+        peer_wire.FROM_DAEMON,
+        located | refused
+        | st.builds(peer_wire.Granted, u64, sums, u64, st.just(0.5), extents, st.none() | lenders),
+    ),
+    (peer_wire.TO_LENDER, st.builds(peer_wire.Serve, st.booleans())),
+    (peer_wire.FROM_LENDER, lenders),
 ]  # fmt: skip
 framed = st.sampled_from(FRAMINGS).flatmap(lambda pair: st.tuples(st.just(pair[0]), pair[1]))
 
@@ -304,6 +319,7 @@ def test_a_worker_that_lies_is_refused(field: str, value: bytes) -> None:
         "outcome": b"\0", "detail": bytes(4), "stored_bytes": bytes(8), "stored_sum": bytes(16), "raw_sum": bytes(16),
         "seconds": bytes(8), "direct": b"\1", "already_there": b"\0", "lengths": bytes(4),
         "replaced": b"\0", "requests": struct.pack("<q", UNKNOWN), "received_bytes": bytes(8), "source_id": bytes(8),
+        "lane": bytes(4),
     }  # fmt: skip
     assert ANSWERS.unpack(0, b"".join(fields.values())) == Answer(IoOutcome.OK)
     with pytest.raises(FrameError):

@@ -104,7 +104,7 @@ def test_no_name_twice() -> None:
 
 @pytest.mark.requirement("P10")
 def test_what_can_be_counted_is_there_with_0_before_it_happens() -> None:
-    found = scraped(Counters())
+    found = scraped(Counters(), *TIERS, TierStatus("node-a", "peer", 1))
     assert found["kvdepot_misses_total{'reason': 'no_checkpoint'}"] == 0
     assert found["kvdepot_tier_damaged_objects_total{'reason': 'corrupt', 'tier': 'nvme'}"] == 0
     assert found["kvdepot_call_seconds_count{'method': 'Locate'}"] == 0

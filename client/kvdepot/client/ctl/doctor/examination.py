@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvdepot.client.ctl.doctor import arenas, daemon_checks, directories, engines, memory, probe, users
+from kvdepot.client.ctl.doctor import arenas, daemon_checks, directories, engines, memory, probe, transports, users
 from kvdepot.client.ctl.doctor.daemon import metrics_answer
 from kvdepot.client.ctl.doctor.directories import Looked, check_answers
 from kvdepot.client.ctl.doctor.probe import Probed
@@ -45,6 +45,9 @@ def examine(
     yield memory.check_open_files(host, daemon.process)
     yield memory.check_kernel(host)
     yield memory.check_remove_ipc(host, daemon.uid)
+    if settings is not None and settings.uses_nixl:
+        pid = daemon.peer.pid if daemon.peer is not None else 0
+        yield transports.check_transports(host.environment_of(pid) if pid > 0 else None)
     yield from daemon_checks.check_tiers(daemon)
     if settings is not None:
         yield arenas.check_unused_arenas(settings)

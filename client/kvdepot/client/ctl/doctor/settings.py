@@ -62,6 +62,7 @@ class Settings:
     metrics: str = ""
     note: str = ""
     arena: str = ""  # path of its tables
+    uses_nixl: bool = False
 
     @property
     def ram(self) -> Place:
@@ -129,5 +130,5 @@ def decode(facts: Any) -> Settings:
     daemon = facts["daemon"]
     return Settings(
         facts["file"], facts["ram"]["capacity_bytes"], (ram, *tiers), tuple(daemon["listen"]), daemon["mode"],
-        daemon["group_id"], daemon["metrics"], facts["note"], str(arena),
+        daemon["group_id"], daemon["metrics"], facts["note"], str(arena), facts.get("uses_nixl", False),
     )  # fmt: skip

@@ -29,7 +29,7 @@ class PeerTier(SharedTier):
         """Build the tier. No process is made before `start`."""
         self._pool: IoPool = context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, peer=config.peer.pack())
         self._peer = config.peer
-        self._workers = SourceWorkers(self._pool)
+        self._workers = SourceWorkers(self._pool, place=str(config.path), log=context.log, count=context.count)
         prober = Prober(
             self._workers, node=f"{context.arena_id:016x}-{config.name}", loop=context.loop,
             retry_seconds=config.probe_seconds,
