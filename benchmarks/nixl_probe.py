@@ -28,6 +28,7 @@ BLOCK_BYTES: Final = 4 << 20
 
 
 def _agent(name: str, memory: mmap.mmap) -> tuple[Any, int]:
+    os.environ["NIXL_LOG_LEVEL"] = "WARN"  # it logs to the standard output
     import numpy as np
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
@@ -45,7 +46,8 @@ def _touched(length: int) -> mmap.mmap:
 
 
 def lend(length: int) -> None:
-    agent, base = _agent("lender", _touched(length))
+    memory = _touched(length)  # NIXL does not keep it
+    agent, base = _agent("lender", memory)
     print(json.dumps({"metadata": agent.get_agent_metadata().hex(), "base": base}), flush=True)
     began = time.process_time()
     while not select.select([sys.stdin], [], [], 0)[0]:
@@ -56,7 +58,8 @@ def lend(length: int) -> None:
 
 def read(length: int) -> None:
     told = json.loads(sys.stdin.readline())
-    agent, base = _agent("reader", _touched(length))
+    memory = _touched(length)
+    agent, base = _agent("reader", memory)
     name = agent.add_remote_agent(bytes.fromhex(told["metadata"]))
     _batch(agent, name, base, told["base"], BLOCK_BYTES)  # connects
     began, cpu_began = time.perf_counter(), time.process_time()

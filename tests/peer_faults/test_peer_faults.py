@@ -75,6 +75,14 @@ def test_what_is_promised_of_peers_holds_with_many_faults(tmp_path: Path) -> Non
 
 
 @needs_network
+@pytest.mark.requirement("N1", "N2", "N3")
+@pytest.mark.long(seconds=60)
+@pytest.mark.timeout(600)
+def test_what_is_promised_of_peers_holds_over_nixl(tmp_path: Path) -> None:
+    _holds(tmp_path, "--lane", "nixl", "--faults", "30", faults_min=30)
+
+
+@needs_network
 @pytest.mark.timeout(300)
 def test_a_byte_that_is_written_late_is_found(tmp_path: Path) -> None:
     code, out, report = _run(tmp_path, "--plant", "--faults", "1")

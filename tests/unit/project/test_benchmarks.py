@@ -37,10 +37,13 @@ def test_the_cost_of_each_call_is_measured_with_few_and_many_objects_and_with_a_
 
 @pytest.mark.long(seconds=20)
 @pytest.mark.skipif(bool(why_no_network()), reason=why_no_network())
-def test_loads_from_a_peer_are_compared_with_a_bare_socket(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lane", "bare"), [("stream", ("tls_1", "tls_2", "tls_4")), ("nixl", ("bare_nixl_1",))], ids=["stream", "nixl"]
+)
+def test_loads_from_a_peer_are_compared_with_a_bare_transfer(tmp_path: Path, lane: str, bare: tuple[str, ...]) -> None:
     there = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.peer_stream", "--objects", "4", "--rounds", "1", "--json", str(there)]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=patient(300), capture_output=True)
+    command = [sys.executable, "-m", "benchmarks.peer_stream", "--lane", lane, "--objects", "4", "--rounds", "1"]
+    subprocess.run([*command, "--json", str(there)], check=True, cwd=ROOT, timeout=patient(300), capture_output=True)
     figures = json.loads(there.read_text())
-    assert figures["stream_ratio"] > 0 and figures["stream_gb_s"] > 0
-    assert min(figures[f"tls_{connections}_gb_s"] for connections in (1, 2, 4)) > 0
+    assert figures[f"{lane}_ratio"] > 0 and figures[f"{lane}_gb_s"] > 0
+    assert min(figures[f"{name}_gb_s"] for name in bare) > 0
