@@ -175,6 +175,9 @@ class Belady:
     def victim(self, groups: Iterable[int] | None = None) -> int | None:
         return self._candidates.first(groups)
 
+    def use_class(self, node: int) -> int:  # noqa: ARG002
+        return 0
+
 
 def next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
     """Per request and block, the number of the next request that has the block."""

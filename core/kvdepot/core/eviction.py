@@ -22,6 +22,8 @@ NO_NODE: Final = 0xFFFF_FFFF
 USELESS: Final = 0.0
 """Worth of a unit that no request can use: it goes before all others."""
 
+USE_CLASSES: Final = 16
+
 _FIRST: Final = float("-inf")
 
 
@@ -64,6 +66,9 @@ class EvictionPolicy(Protocol):
         The node stays a candidate until another call removes it.
         """
 
+    def use_class(self, node: int) -> int:
+        """Return a number below `USE_CLASSES`, the same for nodes with the same past as far as the policy knows."""
+
 
 class LeastRecentlyUsed:
     """The candidate whose last commit or hit is the longest ago. 22 bytes a node."""
@@ -104,6 +109,10 @@ class LeastRecentlyUsed:
 
     def victim(self, groups: Iterable[int] | None = None) -> int | None:
         return self._candidates.first(groups)
+
+    def use_class(self, node: int) -> int:  # noqa: ARG002
+        """Return 0: times say nothing of the number of uses."""
+        return 0
 
 
 SHARED_CHILDREN: Final = 4
@@ -227,6 +236,11 @@ class GreedyDualSizeFrequency:
 
     def victim(self, groups: Iterable[int] | None = None) -> int | None:
         return self._candidates.first(groups)
+
+    def use_class(self, node: int) -> int:
+        """Return the node's uses, apart for nodes inside a path and for stops."""
+        self._know(node)
+        return 2 * self._uses[node] + (self._roles[node] != _CONTINUED)
 
     def _enter(self, node: int, parent: int, mark: int) -> None:
         """Add a node, with its remembered uses or those of its parent."""

@@ -7,10 +7,11 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
-from benchmarks import policy, workload_changes, workload_policies
+from benchmarks import policy, workload_changes, workload_policies, write_policies
 from benchmarks.workloads import __main__ as command
 from benchmarks.workloads.families import (
     AGENT_STEPS,
@@ -179,3 +180,19 @@ def test_tables_of_a_change_and_of_a_scan_compare_all_policies(tmp_path: Path) -
     workload_changes.main(["scan", "--families", "tenants", *small])
     rows = json.loads(path.read_text())["rows"]
     assert all(-1 <= row[f"{name}_cost"] <= 1 for row in rows for name in ("adaptive", "gdsf", "lru"))
+
+
+def test_write_policies_are_compared_and_equal_arguments_give_equal_rows(tmp_path: Path) -> None:
+    def rows(name: str) -> list[dict[str, Any]]:
+        arguments = ["--families", "tenants", "--requests", "80", "--targets", "0.5", "--json", str(tmp_path / name)]
+        write_policies.main(arguments)
+        found: list[dict[str, Any]] = json.loads((tmp_path / name).read_text())["rows"]
+        return found
+
+    found = rows("one")
+    assert rows("two") == found
+    for geometry in ("attention", "hybrid"):
+        by_write = {row["write"]: row for row in found if row["geometry"] == geometry}
+        assert list(by_write) == ["commit", "evict", "second_use", "auto"]
+        assert by_write["auto"]["writes"] < 0.5 * 1.25 + 0.5 < by_write["commit"]["writes"]
+        assert by_write["commit"]["hits"] > 0

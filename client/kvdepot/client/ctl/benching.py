@@ -195,8 +195,8 @@ class Bench:
 
     def _tier(self, tier: str) -> Iterator[Measured]:
         write = self._settings.get(f"tier.{tier}.write", "")
-        if write == "evict":
-            yield Measured(tier, "store", 0.0, note="write = evict: only what RAM evicts gets there")
+        if write in ("evict", "auto"):
+            yield Measured(tier, "store", 0.0, note=f"write = {write}: only what RAM evicts gets there")
             return
         medium = self._medium(tier)
         self._wait_idle()

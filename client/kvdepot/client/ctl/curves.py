@@ -49,7 +49,7 @@ def _tier_lines(name: str, above: str, found: WhatIfStatus, columns: int, glyphs
             rate = f"{100 * one.hit_ratio:.1f} %{' ' if one.full else NOT_FULL}"
             yield f"{figures}{rate:>14}  {bar(one.hit_ratio, columns - _FIGURES, glyphs)}"
     if found.upper_bound and any(one.hit_ratio is not None for one in found.points):
-        yield "at most: this disk gets what is used twice, and the table assumes everything"
+        yield "at most: this disk gets a part of it, and the table assumes everything"
 
 
 def _factor(factor: float) -> str:

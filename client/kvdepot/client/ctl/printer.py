@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.calls import Kind
 from kvdepot.core.control import switch_states
+from kvdepot.core.endurance import written_per_hit_byte
 from kvdepot.core.hit_rate import HitRate
 from kvdepot.core.units import duration_text, size_text
 from rich.table import Table
@@ -108,13 +109,17 @@ def _tiers(status: DaemonStatus) -> Table:
 
 def _media(status: DaemonStatus) -> Table:
     """Return the table of what only tiers below RAM have."""
-    table = new_table("media", "tier", "breaker", "queued objects", "queued", "written today", "quarantined", "role")
+    table = new_table(
+        "media", "tier", "breaker", "queued objects", "queued", "written today", "written per hit byte", "quarantined",
+        "role",
+    )  # fmt: skip
     for tier in status.tiers:
         if tier.kind != "ram":
-            sizes = (tier.queued_bytes, tier.written_today_bytes, tier.quarantined_bytes)
+            written = written_per_hit_byte(status.counters, tier.name)
             table.add_row(
-                escape(tier.name), escape(tier.breaker), str(tier.queued_objects), *map(size_text, sizes),
-                "janitor" if tier.is_janitor else "node" if tier.node else "",
+                escape(tier.name), escape(tier.breaker), str(tier.queued_objects), size_text(tier.queued_bytes),
+                size_text(tier.written_today_bytes), "" if written is None else f"{written:.2f}",
+                size_text(tier.quarantined_bytes), "janitor" if tier.is_janitor else "node" if tier.node else "",
             )  # fmt: skip
     return table
 

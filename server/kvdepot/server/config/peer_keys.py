@@ -10,8 +10,9 @@ from pydantic import BaseModel, Field
 
 PEER_KIND: Final = "peer"
 _NOT_OF_PEERS: Final = (
-    "path", "write", "write_budget", "read_budget", "request_budget", "codec", "fsync", "key_file", "prefix",
-    "endpoint", "region", "credentials_file", "allow_http", "unconditional", "high_watermark", "low_watermark",
+    "path", "write", "drive_writes_per_day", "write_budget", "read_budget", "request_budget", "codec", "fsync",
+    "key_file", "prefix", "endpoint", "region", "credentials_file", "allow_http", "unconditional", "high_watermark",
+    "low_watermark",
 )  # fmt: skip
 
 

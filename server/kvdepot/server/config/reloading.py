@@ -26,8 +26,8 @@ _LIVE: Final = frozenset(
 )  # fmt: skip
 _LIVE_OF_TENANTS: Final = frozenset({"ram", "credit", "sessions", "peers"})
 _LIVE_OF_TIERS: Final = frozenset({"write", "load_weight"})
-_LIVE_OF_DISKS: Final = frozenset({"high_watermark", "low_watermark"})
-"""Those of a shared tier are its janitor's, who may be another node."""
+_LIVE_OF_DISKS: Final = frozenset({"high_watermark", "low_watermark", "drive_writes_per_day"})
+"""The watermarks of a shared tier are its janitor's, who may be another node."""
 _KEY_FILE: Final = "key_file"
 
 

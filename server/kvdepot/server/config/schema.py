@@ -42,6 +42,8 @@ DISK_KIND: Final = "disk"
 SHARED_KIND: Final = "shared"
 OBJECT_KIND: Final = "object"
 TENANTS_MAX: Final = 64
+DRIVE_WRITES_PER_DAY: Final = 1.0
+"""What most drives for data centres are rated for."""
 _CODECS = {"none": Codec.NONE, "lz4": Codec.LZ4, "bitshuffle-lz4": Codec.BITSHUFFLE_LZ4}
 
 
@@ -205,7 +207,8 @@ class TierTable(BucketKeys, PeerKeys, _WatermarkTable):
     kind: Literal["disk", "shared", "object", "peer"]
     path: str = ""
     capacity: Size
-    write: Literal["commit", "evict", "second_use"] = "second_use"
+    write: Literal["auto", "commit", "evict", "second_use"] = "second_use"
+    drive_writes_per_day: float = Field(default=DRIVE_WRITES_PER_DAY, ge=0, le=1000)
     write_budget: SizeOrNone = None
     read_budget: SizeOrNone = None
     request_budget: CountOrNone = None
@@ -246,6 +249,10 @@ class TierTable(BucketKeys, PeerKeys, _WatermarkTable):
             raise ValueError(f'on_root_filesystem needs kind = "{SHARED_KIND}"')
         if self.key_file and self.kind == DISK_KIND:
             raise ValueError(f'key_file needs kind = "{SHARED_KIND}": a disk tier is its daemon\'s alone')
+        if self.write == AUTO and self.kind != DISK_KIND:
+            raise ValueError(f'write = "{AUTO}" needs kind = "{DISK_KIND}": others have no drive of this daemon')
+        if self.drive_writes_per_day != DRIVE_WRITES_PER_DAY and self.write != AUTO:
+            raise ValueError(f'drive_writes_per_day needs write = "{AUTO}"')
         self.check_peer()
         if self.kind == PEER_KIND:
             return self

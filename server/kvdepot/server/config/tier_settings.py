@@ -98,7 +98,8 @@ def _common(tables: Tables, tier: TierTable) -> dict[str, Any]:
 def depot_tier_config(tier: TierTable) -> TierConfig:
     """Return what the depot does with the tier."""
     return TierConfig(
-        write=WritePolicy(tier.write), load_weight=tier.load_weight,
+        write=WritePolicy(tier.write), write_bytes_per_day=tier.drive_writes_per_day * tier.capacity,
+        load_weight=tier.load_weight,
         high_watermark=tier.high_watermark, low_watermark=tier.low_watermark, tenant=tier.tenant or None,
     )  # fmt: skip
 

@@ -100,6 +100,7 @@ class WritePolicy(StrEnum):
     COMMIT = "commit"
     EVICT = "evict"  # when RAM is about to drop it
     SECOND_USE = "second_use"  # when its path is used again
+    AUTO = "auto"  # when RAM is about to drop it, if it is likely to be read again, within the drive's endurance
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class TierConfig:
     """The settings with which the depot uses one lower tier."""
 
     write: WritePolicy = WritePolicy.SECOND_USE
+    write_bytes_per_day: float = 0.0  # that `AUTO` aims at; 0: no limit
     queue_bytes: int = 256 << 20  # of objects that wait to be written; further ones are dropped and counted
     load_weight: float = 1.0  # the heaviest that has an object is read; its seconds count divided by it
     high_watermark: float = 0.95

@@ -6,6 +6,7 @@ from typing import Final
 
 from kvdepot.core.health import DEGRADED_STATES, DISABLED
 from kvdepot.core.what_if import FACTORS
+from kvdepot.core.write_admission import Verdict
 from kvdepot.server.observe.metric_family import (
     DISK,
     LOWER,
@@ -30,7 +31,7 @@ TIERS: Final = (
     Family(
         "tier_expected_hit_ratio",
         "gauge",
-        "Hit ratio of the last hour's requests at a factor of the capacity. With second_use it is an upper bound.",
+        "Hit ratio of the last hour's requests at a factor of the capacity. An upper bound with second_use or auto.",
         ("tier", "capacity_factor"),
         tuple(f"{factor:g}" for factor in FACTORS),
         samples=lambda scrape: [
@@ -82,10 +83,23 @@ TIERS: Final = (
     tier_counter("tier_writes", "Objects written to a tier, by outcome.", "outcome", OUTCOMES),
     tier_counter("tier_written_bytes", "Bytes written to the device."),
     tier_counter(
+        "tier_hit_bytes",
+        "Bytes read into RAM for loads and prefetch, before the codec. `kvdepot_tier_written_bytes_total` divided by "
+        "it is what a hit byte costs a drive.",
+    ),
+    tier_counter(
         "tier_writes_dropped",
         "Objects that were dropped instead of written, by reason.",
         "reason",
         ("queue_full", "no_parent", "too_large", "budget", "quota", "failed"),
+    ),
+    tier_counter(
+        "tier_admissions",
+        'Decisions of `write = "auto"` on a chunk. `decision`: to write it, or that too few chunks like it return, or '
+        "that `drive_writes_per_day` leaves room for better ones only.",
+        "decision",
+        tuple(Verdict),
+        kinds=(DISK,),
     ),
     tier_counter(
         "tier_evicted_objects",

@@ -1,9 +1,9 @@
-"""`kvdepotd replay`: what a recorded trace would have hit in RAM of other sizes, by the daemon's own depot."""
+"""`kvdepotd replay`: what a recorded trace would have hit with other tiers, by the daemon's own depot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Final
@@ -29,22 +29,42 @@ from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import Planner
 from kvdepot.core.trace_file import Request, Trace
+from kvdepot.server.depot.types import TierConfig
+from kvdepot.server.offline.virtual_disk import VirtualDisk
 from kvdepot.server.offline.virtual_engine import VirtualEngine
 
 _REQUEST: Final = "replayed"
+_DISK: Final = "disk"
 _FRACTIONS: Final = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
+class Disk:
+    """The disk below RAM of one replay."""
+
+    capacity_bytes: int
+    config: TierConfig = field(default_factory=TierConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class Hits:
-    """Tokens: of whole chunks that were asked for, and of these what requests could resume after."""
+    """Tokens: of whole chunks that were asked for, and of these what requests could resume after.
+
+    Of the disk, the bytes that were written to it, and the bytes that it supplied.
+    """
 
     asked_tokens: int
     hit_tokens: int
+    written_bytes: int = 0
+    disk_hit_bytes: int = 0
 
     @property
     def rate(self) -> float:
         return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+    @property
+    def written_per_hit_byte(self) -> float | None:
+        return self.written_bytes / self.disk_hit_bytes if self.disk_hit_bytes else None
 
 
 class _Namespace:
@@ -56,14 +76,22 @@ class _Namespace:
 class Replay:
     """One run over a trace. `checkpoints`: engines keep a state at every chunk of a prompt, not only at its last."""
 
-    def __init__(self, trace: Trace, capacity_bytes: int, eviction: str, *, checkpoints: bool = False) -> None:
-        """Create a replay. `capacity_bytes` is the room for objects, without the daemon's own memory."""
+    def __init__(
+        self, trace: Trace, capacity_bytes: int, eviction: str, *, checkpoints: bool = False, disk: Disk | None = None
+    ) -> None:  # fmt: skip
+        """Create a replay. `capacity_bytes` is the room of RAM for objects, without the daemon's own memory."""
         self._checkpoints = checkpoints
         self._requests = trace.requests
         self._now = 0.0
         smallest = min((min(spec.object_bytes.values()) for spec in trace.namespaces.values()), default=1)
         rows = capacity_bytes // smallest + 1
-        self._virtual = VirtualEngine(capacity_bytes, rows, clock=lambda: self._now, eviction=eviction)
+        self._disk = None
+        if disk is not None:
+            self._disk = VirtualDisk(_DISK, disk.capacity_bytes, disk.capacity_bytes // smallest + 1)
+        disks = [(self._disk, disk.config)] if self._disk is not None and disk is not None else []
+        self._virtual = VirtualEngine(
+            capacity_bytes, rows, clock=lambda: self._now, eviction=eviction, disks=disks
+        )  # fmt: skip
         self._namespaces = {name: _Namespace(self._virtual, spec) for name, spec in trace.namespaces.items()}
 
     def run(self) -> Hits:
@@ -73,7 +101,8 @@ class Replay:
             namespace = self._namespaces[request.namespace]
             asked += len(request.chunks) * namespace.planner.chunk_tokens
             hit += self._request(namespace, _keys(request))
-        return Hits(asked, hit)
+        disk = self._disk
+        return Hits(asked, hit, disk.written_bytes if disk else 0, disk.read_bytes if disk else 0)
 
     def _request(self, namespace: _Namespace, keys: Sequence[bytes]) -> int:
         if not keys:
@@ -84,13 +113,14 @@ class Replay:
             LocateCall(session, namespace.id, b"".join(keys), len(keys) * chunk_tokens, _REQUEST), located.append
         )
         boundary = located[0].boundary_tokens
-        if boundary:
-            self._load(namespace, keys, boundary)
+        if boundary and not self._load(namespace, keys, boundary):
+            boundary = 0
         self._store(namespace, keys, boundary // chunk_tokens)
         depot.end_request(EndRequestCall(session, _REQUEST))
         return boundary
 
-    def _load(self, namespace: _Namespace, keys: Sequence[bytes], boundary: int) -> None:
+    def _load(self, namespace: _Namespace, keys: Sequence[bytes], boundary: int) -> bool:
+        """Load a prefix. Return False where RAM has no room for what the disk has of it."""
         depot, session = self._virtual.depot, self._virtual.session
         wanted = namespace.planner.objects(boundary)
         lease, replies = self._virtual.new_lease_id(), list[AcquireReply]()
@@ -99,8 +129,17 @@ class Replay:
             bytes(kind for _, kind in wanted), _REQUEST,
         )  # fmt: skip
         depot.acquire(call, replies.append)
-        assert [reply.outcome for reply in replies] == [AcquireOutcome.GRANTED]
+        while not replies and depot.place_some():
+            pass
+        granted = [reply.outcome for reply in replies] == [AcquireOutcome.GRANTED]
+        assert granted or self._disk is not None
         depot.release(ReleaseCall(session, (lease,)))
+        self._trim()
+        return granted
+
+    def _trim(self) -> None:
+        if self._disk is not None:
+            self._virtual.trim()
 
     def _store(self, namespace: _Namespace, keys: Sequence[bytes], first: int) -> None:
         depot, session, chunk_tokens = self._virtual.depot, self._virtual.session, namespace.planner.chunk_tokens
@@ -118,6 +157,7 @@ class Replay:
             outcomes = np.frombuffer(depot.reserve(call).outcomes, np.uint8)
             granted = np.flatnonzero(outcomes == ReserveOutcome.GRANTED).astype("<u4")
             depot.commit(CommitCall(session, (CommitItem(lease, granted.tobytes()),)))
+            self._trim()
 
     def _objects(self, namespace: _Namespace, start: int, end: int, chunks: int) -> Iterator[tuple[int, Kind]]:
         """Return the objects that an engine stores of these chunks of a prompt, parents first."""

@@ -23,7 +23,7 @@ from kvdepot.server.config.schema import QuotaTable, Tables, TenantTable, TierTa
 from kvdepot.server.config.set_quotas import SetQuotas
 from kvdepot.server.config.tier_settings import depot_tier_config, disk_config, shared_config
 from kvdepot.server.daemon import app
-from kvdepot.server.depot.types import Quota, TenantBudget
+from kvdepot.server.depot.types import Quota, TenantBudget, WritePolicy
 from kvdepot.server.io.pool import worker_reserve_bytes
 
 REPOSITORY = Path(__file__).parents[4]
@@ -100,7 +100,14 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         (TIER.replace('"nvme"', '"ram"'), "tier[0].name", "the name of the RAM tier"),
         (TIER.replace('"nvme"', '"a/b"'), "tier[0].name", "match pattern"),
         (TIER + 'wirte = "commit"', "tier[0].wirte", "did you mean 'write'?"),
-        (TIER + 'write = "always"', "tier[0].write", "'commit', 'evict' or 'second_use'"),
+        (TIER + 'write = "always"', "tier[0].write", "'auto', 'commit', 'evict' or 'second_use'"),
+        (TIER + "drive_writes_per_day = 2.0", "tier[0]", 'drive_writes_per_day needs write = "auto"'),
+        (
+            TIER + 'write = "auto"\ndrive_writes_per_day = -1',
+            "tier[0].drive_writes_per_day",
+            "greater than or equal to 0",
+        ),
+        (SHARED + 'write = "auto"', "tier[0]", 'write = "auto" needs kind = "disk"'),
         (TIER + "codec = 1", "tier[0].codec", "'none', 'lz4'"),
         (TIER + "on_root_filesystem = true", "tier[0]", 'on_root_filesystem needs kind = "shared"'),
         (TIER + "io_workers = 0", "tier[0].io_workers", "greater than or equal to 1"),
@@ -270,6 +277,15 @@ def test_quotas_reach_the_engine(tmp_path: Path) -> None:
     assert depot_config(config, quotas).quotas == (of_ram, replace(exempt, capacity_bytes=5))
     quotas.delete(QuotaSubject("a", "DeadBeef00"))
     assert depot_config(config, quotas).quotas == (of_ram, exempt)
+
+
+@pytest.mark.parametrize(
+    ("setting", "drives"), [("", 1.0), ("drive_writes_per_day = 0.5", 0.5), ("drive_writes_per_day = 0", 0)]
+)
+def test_drive_writes_are_of_the_capacity_of_the_tier(tmp_path: Path, setting: str, drives: float) -> None:
+    config = _load(tmp_path, GOOD.replace("512MiB", "1GiB") + TIER + f'write = "auto"\n{setting}\n')
+    settings = depot_tier_config(config.tables.tier[0])
+    assert (settings.write, settings.write_bytes_per_day) == (WritePolicy.AUTO, drives * (1 << 30))
 
 
 def test_a_tier_takes_its_settings_from_three_tables(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_reload_says_what_it_has_changed(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path)
     assert asyncio.run(daemon.control.reload()).changes == ()
     daemon.change('path = "/tmp"', 'path = "/tmp"\nhigh_watermark = 0.8\nlow_watermark = 0.7\n[log]\nlevel = "debug"')
-    daemon.change('path = "/d"', 'path = "/d"\nload_weight = 2.5\nwrite = "commit"')
+    daemon.change('path = "/d"', 'path = "/d"\nload_weight = 2.5\nwrite = "auto"\ndrive_writes_per_day = 3')
     daemon.change('"10MiB"', '"20MiB"\n[[quota]]\ntenant = "b"\ncapacity = "none"')
     compared = asyncio.run(daemon.control.compare())
     assert daemon.control.configuration().values["log.level"] == "info"
@@ -86,7 +86,8 @@ def test_a_reload_says_what_it_has_changed(tmp_path: Path) -> None:
         "ram.low_watermark": ("0.9", "0.7"),
         "log.level": ("info", "debug"),
         "tier.nvme.load_weight": ("1.0", "2.5"),
-        "tier.nvme.write": ("second_use", "commit"),
+        "tier.nvme.write": ("second_use", "auto"),
+        "tier.nvme.drive_writes_per_day": ("1.0", "3.0"),
         "quota[tenant=a,namespace=(total),tier=*].capacity": (str(10 << 20), str(20 << 20)),
         "quota[tenant=b,namespace=(total),tier=*].capacity": ("(absent)", "none"),
     }

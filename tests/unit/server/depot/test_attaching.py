@@ -9,7 +9,7 @@ from kvdepot.core.calls import AcquireOutcome, ReserveOutcome
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.tree import attaching
 from kvdepot.server.depot.tree.free_slots import free_slot
-from kvdepot.server.depot.types import Quota, TierConfig, WritePolicy
+from kvdepot.server.depot.types import Quota, TierConfig
 
 from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path, unpack
 from tests.rigs.tier_rig import (
@@ -64,7 +64,7 @@ def tick(rig: Rig, seconds: float = 0.1) -> None:
 
 
 @pytest.mark.requirement("I8")
-@pytest.mark.parametrize("policy", [SECOND_USE, COMMIT, EVICT], ids=list(map(str, WritePolicy)))
+@pytest.mark.parametrize("policy", [SECOND_USE, COMMIT, EVICT], ids=["second_use", "commit", "evict"])
 def test_what_follows_a_path_on_disk_alone_outlives_the_daemon(policy: TierConfig) -> None:
     rig = extended(policy)
     client = restart(rig)

@@ -76,10 +76,10 @@ def test_a_disk_has_a_curve_of_its_own() -> None:
     assert curve(rig, 1).points[2].capacity_bytes == rig.depot.status().lower_tiers[0].capacity_bytes
 
 
-def test_a_disk_that_is_written_at_the_second_use_has_an_upper_bound() -> None:
+def test_a_disk_that_is_not_given_everything_has_an_upper_bound() -> None:
     for write in WritePolicy:
         rig = Rig(tier=TierConfig(write=write))
-        assert curve(rig, 1).upper_bound == (write is WritePolicy.SECOND_USE)
+        assert curve(rig, 1).upper_bound == (write in (WritePolicy.SECOND_USE, WritePolicy.AUTO))
         assert not curve(rig).upper_bound
 
 

@@ -29,6 +29,7 @@ COUNTERS = {
     "tier_reads.nvme/ok": 2.0,
     "tier_reads.sata/io_error": 1.0,
     "tier_written_bytes.nvme/": 99.0,
+    "tier_hit_bytes.nvme/": 36.0,
 }
 
 
@@ -42,6 +43,7 @@ def test_counters_of_tiers_have_the_tier_as_a_label() -> None:
     assert 'kvdepot_tier_reads_total{outcome="ok",tier="nvme"} 2.0' in lines
     assert 'kvdepot_tier_reads_total{outcome="io_error",tier="sata"} 1.0' in lines
     assert 'kvdepot_tier_written_bytes_total{tier="nvme"} 99.0' in lines
+    assert 'kvdepot_tier_hit_bytes_total{tier="nvme"} 36.0' in lines
     assert 'kvdepot_acquires_total{outcome="granted"} 4.0' in lines
     assert "kvdepot_locates_total 5.0" in lines
 
@@ -75,6 +77,14 @@ def test_status_shows_what_only_media_have() -> None:
     (row,) = [line for line in out.getvalue().splitlines() if "nvme" in line and "open" in line]
     assert all(text in row for text in ("3.00 MiB", "9.00 GiB", "1.00 MiB"))
     assert to_json(status(NVME))["tiers"][0]["queued_objects"] == 3
+
+
+def test_status_shows_what_a_hit_costs_the_drive() -> None:
+    out = StringIO()
+    print_status(status(RAM, NVME, replace(NVME, name="idle")), Console(file=out, width=200), counters=False)
+    lines = [line for line in out.getvalue().splitlines() if "open" in line]
+    costs = {cells[1].strip(): cells[6].strip() for line in lines if (cells := line.split("│"))}
+    assert costs == {"nvme": "2.75", "idle": ""}, "nothing is said of a tier that has supplied nothing"
 
 
 def test_without_such_tiers_there_is_no_such_table() -> None:

@@ -189,7 +189,7 @@ class Loads:
         end = int(asked.nodes[int(self._rows.boundaries[asked.rows].argmax())])
         self._tree.hit(end)
         namespace.used_at = self._clock()
-        self._tiering.used_again(asked.nodes, call.kinds)
+        self._tiering.used_again(asked.nodes, call.kinds, end)
         if namespace.spec is not None:
             lease.hit_tokens = call.kinds.count(namespace.path_kind) * namespace.spec.chunk_tokens
 

@@ -29,6 +29,8 @@ _PATHS_BYTES_MAX: Final = 8 << 20
 _PATH_BYTES: Final = 512
 """What a path counts, in addition to its keys."""
 _PLACE: Final = "what_if"
+_SELECTIVE: Final = (WritePolicy.SECOND_USE, WritePolicy.AUTO)
+"""What these do not write, the curve takes as written."""
 
 
 @dataclass(slots=True)
@@ -157,7 +159,7 @@ class WhatIfs:
         sketch = self._sketches.get(tier)
         if sketch is None:
             return None
-        selective = any(one.tier.name == tier and one.config.write is WritePolicy.SECOND_USE for one in self._disks)
+        selective = any(one.tier.name == tier and one.config.write in _SELECTIVE for one in self._disks)
         return replace(sketch.status(), upper_bound=selective)
 
     def _geometry(self, namespace: Namespace) -> Geometry | None:

@@ -187,7 +187,7 @@ class Stores:
         if row != NO_ROW:
             if not self._rows.visible(row):
                 return ReserveOutcome.PENDING  # being written, or adopted and being verified
-            self._tiering.used_again(np.array([node]), bytes([one.kind]))
+            self._tiering.used_again(np.array([node]), bytes([one.kind]), node)
             return self._audited(namespace, lease, one, row, fragments)
         if node != NONE and self._tiering.promotions.source(node, one.kind) is not None:
             return ReserveOutcome.PRESENT

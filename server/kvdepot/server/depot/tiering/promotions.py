@@ -225,6 +225,7 @@ class Promotions:
         self._tree.refresh_node(reading.node)
         self._counters.add("promoted_objects")
         self._counters.add("promoted_bytes", reading.name.raw_bytes)
+        tier.served(reading.node, reading.kind, reading.name.raw_bytes)
         return True
 
     def _is_dead(self, reading: _Reading, outcome: IoOutcome) -> bool:

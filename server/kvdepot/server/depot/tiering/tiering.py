@@ -65,11 +65,12 @@ class Tiering:
             tier.config = tiers.get(tier.tier.name, tier.config)
         self._preferred.sort(key=lambda tier: (-tier.config.load_weight, tier.number))
         self._at_commit = self._with_policy(WritePolicy.COMMIT)
-        self._at_second_use = self._with_policy(WritePolicy.SECOND_USE)
-        self._at_eviction = self._with_policy(WritePolicy.EVICT)
+        self._at_second_use = self._with_policy(WritePolicy.SECOND_USE, WritePolicy.AUTO)
+        self._at_eviction = self._with_policy(WritePolicy.EVICT, WritePolicy.AUTO)
+        self._learning = [tier for tier, _ in self._with_policy(WritePolicy.AUTO)]
 
-    def _with_policy(self, policy: WritePolicy) -> list[tuple[LowerTier, WriteQueue]]:
-        return [(tier, self._queues[tier.number]) for tier in self._tiers if tier.config.write is policy]
+    def _with_policy(self, *policies: WritePolicy) -> list[tuple[LowerTier, WriteQueue]]:
+        return [(tier, self._queues[tier.number]) for tier in self._tiers if tier.config.write in policies]
 
     @property
     def readable(self) -> list[LowerTier]:
@@ -130,6 +131,8 @@ class Tiering:
 
     def committed(self, row: int) -> None:
         """Offer an object that RAM has newly to tiers that write at commit, and to shared tiers that have its path."""
+        for tier in self._learning:
+            self._guard.call("write_queue", tier.returned, self._ram.node_of(row), self._rows.kind[row])
         if self._at_commit:
             self._guard.call("write_queue", self._offer_committed, row, self._at_commit)
         if self._shared:
@@ -168,17 +171,23 @@ class Tiering:
             node = index.parent(node)
         return True
 
-    def used_again(self, nodes: npt.NDArray[np.int64], kinds: bytes) -> None:
-        """Offer objects that serve a further request to tiers that write at the second use."""
-        self._guard.call("write_queue", self._offer_again, nodes, kinds)
+    def used_again(self, nodes: npt.NDArray[np.int64], kinds: bytes, end: int) -> None:
+        """Offer objects that serve a further request to tiers that write at the second use. `end`: the last node."""
+        self._guard.call("write_queue", self._offer_again, nodes, kinds, end)
 
-    def _offer_again(self, nodes: npt.NDArray[np.int64], kinds: bytes) -> None:
+    def _offer_again(self, nodes: npt.NDArray[np.int64], kinds: bytes, end: int) -> None:
         for tier, queue in self._at_second_use:
+            absent: list[tuple[int, int]] = []
             for kind in set(kinds):
                 chosen = nodes[np.frombuffer(kinds, np.uint8) == kind]
-                absent = chosen[self._index.handles[tier.number][kind - 1][chosen] == NO_HANDLE]
-                for node in absent.tolist():
+                missing = chosen[self._index.handles[tier.number][kind - 1][chosen] == NO_HANDLE]
+                absent += ((node, kind) for node in missing.tolist())
+            if absent and (tier.config.write is not WritePolicy.AUTO or self._admits(tier, queue, end)):
+                for node, kind in absent:
                     queue.offer(node, kind)
+
+    def _admits(self, tier: LowerTier, queue: WriteQueue, node: int) -> bool:
+        return tier.admits(self._ram.evictor.policy.use_class(node), queue.waiting_bytes)
 
     def defers(self, node: int) -> bool:
         """Return whether the node is to stay in RAM until a tier has taken it (`Demotion`)."""
@@ -191,9 +200,18 @@ class Tiering:
     def _demoting(self, node: int) -> bool:
         kinds = [kind for kind in Kind if self._ram.visible(node, kind) and not self._tree.elsewhere(node, kind)]
         for tier, queue in self._at_eviction if kinds else ():
-            if tier.tier.writable and sum(self._demote(queue, node, kind) for kind in kinds):  # every kind of them
+            if not tier.tier.writable or not self._wants(tier, queue, node, kinds):
+                continue
+            if sum(self._demote(queue, node, kind) for kind in kinds):  # every kind of them
                 return True
         return False
+
+    def _wants(self, tier: LowerTier, queue: WriteQueue, node: int, kinds: Sequence[int]) -> bool:
+        """Return whether the tier takes what RAM is about to drop. A chunk on its way is judged once."""
+        if tier.config.write is WritePolicy.EVICT or any(queue.has(self._index.row(node, kind)) for kind in kinds):
+            return True
+        tier.dropped(node, kinds[-1], self._ram.evictor.policy.use_class(node))
+        return self._admits(tier, queue, node)
 
     def _save(self, node: int) -> None:
         """Offer the path to the node to the tiers that have what follows it, whatever their policy."""

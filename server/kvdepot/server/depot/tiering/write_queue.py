@@ -203,7 +203,7 @@ class WriteQueue:
         tier = self._tier
         live = self._live(row, generation)
         if written.outcome is IoOutcome.OK:
-            self._counters.add(f"tier_written_bytes.{tier.tier.name}/", written.stored_bytes)
+            tier.wrote(written.stored_bytes)
             if not self._in_doubt(row, generation, name, written, live=live):
                 self._take_in(row, written, live=live)
         elif live and written.outcome is IoOutcome.CORRUPT:

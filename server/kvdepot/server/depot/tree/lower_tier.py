@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvdepot.core.arena import NAMESPACES_MAX
 from kvdepot.core.calls import Kind
 from kvdepot.core.eviction import EvictionPolicy
+from kvdepot.core.write_admission import Verdict, WriteAdmission
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.tree.evicting import Evictor
 from kvdepot.server.depot.tree.index import NONE, Nodes
@@ -70,6 +71,7 @@ class LowerTier:
         )  # fmt: skip
         self.account = Account(tier.name, quotas, self.evictor, exempt=self.shared is not None)
         self.reads = ReadRate()
+        self._admission = WriteAdmission(tree.clock)
         self.objects = 0
         self._contents = [[0] * (len(Kind) + 1) for _ in range(NAMESPACES_MAX)]  # objects by namespace slot and kind
         self._writing = [[0] * (len(Kind) + 1) for _ in range(NAMESPACES_MAX)]  # objects on their way
@@ -134,6 +136,41 @@ class LowerTier:
         """Take bytes with these sums from other daemons, too: they are in doubt. The handle is dropped already."""
         if self.shared is not None:
             self._guard.call("tier", self.shared.quarantine, name, raw_sums)
+
+    # What it costs and brings
+
+    def wrote(self, stored_bytes: int) -> None:
+        """Count an object that was written to the device."""
+        self._counters.add(f"tier_written_bytes.{self.tier.name}/", stored_bytes)
+        self._admission.wrote(stored_bytes)
+
+    def served(self, node: int, kind: int, size_bytes: int) -> None:
+        """Count an object that was read into RAM. `size_bytes`: before the codec."""
+        self._counters.add(f"tier_hit_bytes.{self.tier.name}/", size_bytes)
+        self.returned(node, kind)
+
+    def returned(self, node: int, kind: int) -> None:
+        """Note that an engine asked for an object that RAM had dropped."""
+        self._admission.returns.returned(self._mark(node), kind)
+
+    def dropped(self, node: int, kind: int, use_class: int) -> None:
+        """Note that RAM is about to drop a chunk, whose last object is of this kind. `use_class`: as RAM's policy."""
+        self._admission.returns.dropped(self._mark(node), kind, use_class, self.tier.capacity_bytes)
+
+    def admits(self, use_class: int, waiting_bytes: int) -> bool:
+        """Return whether a chunk of this class is worth its write (`WritePolicy.AUTO`).
+
+        `waiting_bytes`: of objects that are to be written before it.
+        """
+        tier = self.tier
+        free_bytes = tier.capacity_bytes - tier.used_bytes
+        verdict = self._admission.judge(use_class, self.config.write_bytes_per_day, free_bytes, waiting_bytes)
+        self._counters.add(f"tier_admissions.{tier.name}/{verdict}")
+        return verdict is Verdict.ADMITTED
+
+    def _mark(self, node: int) -> int:
+        """Return what tells a chunk from others also when its node has gone. Namespaces may have the same keys."""
+        return self._index.mark(node) ^ self._index.namespace(node) << 48
 
     def used(self, node: int) -> None:
         """Note that a request used the path to this node."""
