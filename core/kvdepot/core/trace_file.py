@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvdepot.core.calls import KEY_BYTES, Kind
@@ -101,6 +101,26 @@ def read_trace(lines: Iterable[str]) -> Trace:
     if not number:
         raise InvalidArgument("it is empty", advice="record one with `kvdepotctl trace record`")
     return Trace(namespaces, tuple(requests))
+
+
+def coarser(trace: Trace, factor: int) -> Trace:
+    """Return what engines with chunks of `factor` recorded ones would have asked for.
+
+    A chunk hash covers the whole prefix, so a larger chunk has the number of its last recorded one. What smaller chunks
+    would have shared is not in a trace. Raise InvalidArgument for a chunk that a model of the trace cannot have.
+    """
+    if factor == 1:
+        return trace
+    namespaces = {}
+    for name, spec in trace.namespaces.items():
+        try:
+            planner = Planner(spec.groups, factor * spec.chunk_tokens)
+        except KvDepotError as error:
+            raise InvalidArgument(f"namespace {name} cannot have chunks {factor} times as large: {error}") from error
+        sizes = {kind: planner.object_bytes(kind) for kind in planner.kinds}
+        namespaces[name] = replace(spec, chunk_tokens=planner.chunk_tokens, object_bytes=sizes)
+    requests = tuple(replace(one, chunks=one.chunks[factor - 1 :: factor]) for one in trace.requests)
+    return Trace(namespaces, requests)
 
 
 def _check_head(record: Any) -> None:

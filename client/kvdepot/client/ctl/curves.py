@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvdepot.client.ctl.live.drawing import bar
+from kvdepot.core.bars import bar
 from kvdepot.core.printable import printable
 from kvdepot.core.units import duration_text, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvdepot.client.ctl.live.drawing import Glyphs
+    from kvdepot.core.bars import Glyphs
     from kvdepot.core.report import CapacityFactor, DaemonStatus, WhatIfStatus
 
 _COLUMNS_MAX: Final = 120

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvdepot.core.bars import Glyphs, bar, glyphs_for
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.eviction import DEFAULT_POLICY, policy_names
-from kvdepot.core.trace_file import Trace, read_trace
+from kvdepot.core.trace_file import Trace, coarser, read_trace
 from kvdepot.core.units import parse_size_bytes, size_text
-from kvdepot.server.offline.replay import Hits, Replay, capacities, recorded, unique_bytes
+from kvdepot.server.depot.types import TierConfig, WritePolicy
+from kvdepot.server.offline.replay import Disk, Hits, Replay, capacities, recorded, unique_bytes
 
 if TYPE_CHECKING:
     from kvdepot.server.offline.subparsers import Subparsers
@@ -22,16 +26,41 @@ if TYPE_CHECKING:
 NAME: Final = "replay"
 _OK, _REFUSED = 0, 2
 _CHECKPOINTS = ("last", "all")
+_NO_DISK: Final = 0
+_COLUMNS_MIN, _COLUMNS_MAX = 80, 120
+_PLOT_MIN: Final = 10
+"""Columns of the plot at least: a table with a disk is wider than a narrow terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one replay has. `chunk_factor`: recorded chunks in a chunk."""
+
+    ram_bytes: int
+    eviction: str
+    chunk_factor: int = 1
+    disk_bytes: int = _NO_DISK
+    write: WritePolicy = WritePolicy.SECOND_USE
+    drive_writes_per_day: float = 1.0
+    checkpoints: bool = False
+
+    @property
+    def disk(self) -> Disk | None:
+        if not self.disk_bytes:
+            return None
+        config = TierConfig(self.write, write_bytes_per_day=self.drive_writes_per_day * self.disk_bytes)
+        return Disk(self.disk_bytes, config)
 
 
 def add(verbs: Subparsers) -> None:
     verb = verbs.add_parser(
         NAME,
-        help="replay a trace against other RAM sizes",
+        help="replay a trace against other tiers",
         epilog=(
-            "TRACE: a file of `kvdepotctl trace record`. replay runs the daemon's index and eviction over its lookups,"
-            " in their order and by their clock, without payload and without lower tiers. SIZE is the room for objects"
-            " in RAM. Exit codes: 0 replayed; 2 not a trace."
+            "TRACE: a file of `kvdepotctl trace record`. replay runs the daemon's index, eviction and write policies"
+            " over its lookups, in their order and by their clock, without payload. SIZE is the room for objects."
+            " All given values are combined. A trace has whole chunks, so only larger chunks can be replayed."
+            " Exit codes: 0 replayed; 2 not a trace, or chunks that its model cannot have."
         ),
     )
     verb.add_argument("trace", type=Path, metavar="TRACE")
@@ -40,10 +69,25 @@ def add(verbs: Subparsers) -> None:
         help="may be repeated; default: 5, 10, 25, 50 and 100 %% of the bytes of all objects of the trace",
     )  # fmt: skip
     verb.add_argument(
+        "--disk", type=_size, action="append", metavar="SIZE", help="a disk below RAM; may be repeated; 0: none"
+    )
+    verb.add_argument(
+        "--write",
+        choices=[policy.value for policy in WritePolicy],
+        action="append",
+        help="write of the disk; may be repeated; default: second_use",
+    )
+    verb.add_argument(
+        "--drive-writes-per-day", type=float, default=1.0, metavar="N", help="the target of --write auto; 0: none"
+    )
+    verb.add_argument(
         "--eviction",
         choices=policy_names(),
         action="append",
         help=f"[policy] eviction; may be repeated; default: {DEFAULT_POLICY}",
+    )
+    verb.add_argument(
+        "--chunks", type=_factor, action="append", metavar="N", help="times the recorded chunk size; may be repeated"
     )
     verb.add_argument(
         "--checkpoints", choices=_CHECKPOINTS, default="last",
@@ -54,75 +98,139 @@ def add(verbs: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay a trace, print the hit rates, and return the exit code."""
+    show = _show_progress if sys.stderr.isatty() and not options.json else None
     try:
         with options.trace.open() as lines:
             trace = read_trace(lines)
+        record = replayed(trace, _settings(trace, options), show=show)
     except (InvalidArgument, OSError, UnicodeDecodeError) as error:
         print(f"kvdepotd {NAME}: {options.trace}: {error}", file=sys.stderr)  # noqa: T201
         return _REFUSED
-    show = _show_progress if sys.stderr.isatty() and not options.json else None
-    record = replayed(
-        trace,
-        options.ram or [],
-        options.eviction or [DEFAULT_POLICY],
-        checkpoints=options.checkpoints == "all",
-        show=show,
-    )
-    print(json.dumps(record, indent=2) if options.json else "\n".join(_lines(record)))  # noqa: T201
+    columns = min(max(shutil.get_terminal_size((_COLUMNS_MIN, 24)).columns, _COLUMNS_MIN), _COLUMNS_MAX)
+    lines_ = report(record, columns, glyphs_for(sys.stdout.encoding))
+    print(json.dumps(record, indent=2) if options.json else "\n".join(lines_))  # noqa: T201
     return _OK
 
 
+def _settings(trace: Trace, options: argparse.Namespace) -> list[Setting]:
+    """Return every combination of what was given. Those that differ in RAM alone follow each other: a curve."""
+    checkpoints = options.checkpoints == "all"
+    writes = list(map(WritePolicy, options.write or [WritePolicy.SECOND_USE]))
+    return [
+        Setting(ram, eviction, factor, disk, write, options.drive_writes_per_day, checkpoints)
+        for factor in options.chunks or [1]
+        for eviction in options.eviction or [DEFAULT_POLICY]
+        for disk in options.disk or [_NO_DISK]
+        for write in (writes if disk else writes[:1])
+        for ram in options.ram or capacities(trace, checkpoints=checkpoints)
+    ]
+
+
 def replayed(
-    trace: Trace, sizes: list[int], policies: list[str], *, checkpoints: bool,
-    show: Callable[[int, int], None] | None = None,
+    trace: Trace, settings: Sequence[Setting], *, show: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what `--json` prints. One process per processor replays; `show` gets the number of finished replays."""
-    sizes = sizes or capacities(trace, checkpoints=checkpoints)
-    settings = [(size, policy) for size in sizes for policy in policies]
+    """Return what `--json` prints. One process per processor replays; `show` gets the number of finished replays.
+
+    Raise InvalidArgument for chunks that a model of the trace cannot have.
+    """
+    traces = {factor: coarser(trace, factor) for factor in {one.chunk_factor for one in settings}}
+    asked = recorded(trace)
     with ProcessPoolExecutor() as pool:
-        running = [pool.submit(_replay, trace, size, policy, checkpoints) for size, policy in settings]
+        running = [pool.submit(_replay, traces[one.chunk_factor], one) for one in settings]
         found = []
         for number, one in enumerate(running):
             if show is not None:
                 show(number, len(running))
-            found.append(one.result())
+            # Of larger chunks fewer are whole. The rates are of the same tokens nevertheless.
+            found.append(replace(one.result(), asked_tokens=asked.asked_tokens))
     return {
         "what": NAME,
         "requests": len(trace.requests),
         "seconds": trace.requests[-1].at_seconds - trace.requests[0].at_seconds if trace.requests else 0.0,
-        "unique_bytes": unique_bytes(trace, checkpoints=checkpoints),
-        "recorded": _record(recorded(trace)),
-        "replayed": [
-            {"ram_bytes": size, "eviction": policy, **_record(hits)}
-            for (size, policy), hits in zip(settings, found, strict=True)
-        ],
+        "unique_bytes": unique_bytes(trace, checkpoints=any(one.checkpoints for one in settings)),
+        "recorded": _record(asked),
+        "replayed": [_of_setting(one) | _record(hits) for one, hits in zip(settings, found, strict=True)],
     }
 
 
-def _replay(trace: Trace, size: int, policy: str, checkpoints: bool) -> Hits:
-    return Replay(trace, size, policy, checkpoints=checkpoints).run()
+def _replay(trace: Trace, setting: Setting) -> Hits:
+    return Replay(
+        trace, setting.ram_bytes, setting.eviction, checkpoints=setting.checkpoints, disk=setting.disk
+    ).run()  # fmt: skip
 
 
 def _show_progress(done: int, total: int) -> None:
     print(f"{done} of {total} replays", end="\r", file=sys.stderr)  # noqa: T201
 
 
+def _of_setting(setting: Setting) -> dict[str, Any]:
+    return {
+        "ram_bytes": setting.ram_bytes, "disk_bytes": setting.disk_bytes,
+        "write": setting.write.value if setting.disk_bytes else None,
+        "eviction": setting.eviction, "chunk_factor": setting.chunk_factor,
+    }  # fmt: skip
+
+
 def _record(hits: Hits) -> dict[str, Any]:
-    return {"asked_tokens": hits.asked_tokens, "hit_tokens": hits.hit_tokens, "hit_rate": round(hits.rate, 4)}
+    record: dict[str, Any] = {
+        "asked_tokens": hits.asked_tokens, "hit_tokens": hits.hit_tokens, "hit_rate": round(hits.rate, 4)
+    }  # fmt: skip
+    if hits.written_bytes or hits.disk_hit_bytes:
+        cost = hits.written_per_hit_byte
+        record |= {
+            "written_bytes": hits.written_bytes, "disk_hit_bytes": hits.disk_hit_bytes,
+            "written_per_hit_byte": None if cost is None else round(cost, 4),
+        }  # fmt: skip
+    return record
 
 
-def _lines(record: dict[str, Any]) -> list[str]:
-    before, whole = record["recorded"], size_text(record["unique_bytes"])
-    return [
-        f"{record['requests']} requests in {record['seconds']:.0f} s, {before['asked_tokens']} tokens asked for",
-        f"all their objects together take {whole}",
-        f"{'RAM':>12}  {'eviction':<8}  {'hit rate':>8}  {'tokens hit':>14}",
-        *(
-            f"{size_text(one['ram_bytes']):>12}  {one['eviction']:<8}  {one['hit_rate']:>8.1%}  {one['hit_tokens']:>14}"
-            for one in record["replayed"]
-        ),
-        f"{'recorded':>12}  {'':<8}  {before['hit_rate']:>8.1%}  {before['hit_tokens']:>14}",
-    ]
+def report(record: dict[str, Any], columns: int, glyphs: Glyphs) -> Iterator[str]:
+    """Yield the table of a record of `replayed`. Its last column is the plot. What no row has gets no column."""
+    before, rows = record["recorded"], record["replayed"]
+    yield f"{record['requests']} requests in {record['seconds']:.0f} s, {before['asked_tokens']} tokens asked for"
+    yield f"all their objects together take {size_text(record['unique_bytes'])}"
+    disks, chunks = any(one["disk_bytes"] for one in rows), any(one["chunk_factor"] > 1 for one in rows)
+    tables = [_cells(one, disks=disks, chunks=chunks) for one in rows]
+    head = _line(_head(disks=disks, chunks=chunks))
+    yield head
+    plot = max(columns - len(head) - 2, _PLOT_MIN)
+    for one, cells in zip(rows, tables, strict=True):
+        yield f"{_line(cells)}  {bar(one['hit_rate'], plot, glyphs)}"
+    last = {"ram_bytes": None, "disk_bytes": None, "write": None, "eviction": "", "chunk_factor": None, **before}
+    yield f"{_line(_cells(last, disks=disks, chunks=chunks))}  {bar(before['hit_rate'], plot, glyphs)}"
+
+
+_WIDTHS: Final = {
+    "RAM": ">10", "disk": ">10", "write": "<10", "eviction": "<8", "chunks": ">6", "hit rate": ">8",
+    "tokens hit": ">14", "written": ">10", "per hit": ">7",
+}  # fmt: skip
+Cells = dict[str, str]
+
+
+def _head(*, disks: bool, chunks: bool) -> Cells:
+    absent = {"tokens hit"} if disks else {"disk", "write", "written", "per hit"}
+    absent |= set() if chunks else {"chunks"}
+    return {name: name for name in _WIDTHS if name not in absent}
+
+
+def _cells(one: dict[str, Any], *, disks: bool, chunks: bool) -> Cells:
+    ram, factor, cost = one["ram_bytes"], one["chunk_factor"], one.get("written_per_hit_byte")
+    cells = {
+        "RAM": "recorded" if ram is None else size_text(ram),
+        "disk": size_text(one["disk_bytes"]) if one["disk_bytes"] else "",
+        "write": one["write"] or "",
+        "eviction": one["eviction"],
+        "chunks": "" if factor is None else f"x{factor}",
+        "hit rate": f"{one['hit_rate']:.1%}",
+        "tokens hit": str(one["hit_tokens"]),
+        "written": size_text(one["written_bytes"]) if "written_bytes" in one else "",
+        "per hit": "" if cost is None else f"{cost:.2f}",
+    }
+    return {name: cells[name] for name in _head(disks=disks, chunks=chunks)}
+
+
+def _line(cells: Cells) -> str:
+    return "  ".join(f"{text:{_WIDTHS[name]}}" for name, text in cells.items())
 
 
 def _size(text: str) -> int:
@@ -130,3 +238,9 @@ def _size(text: str) -> int:
         return parse_size_bytes(text)
     except InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _factor(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}: smaller chunks were not recorded")
+    return int(text)

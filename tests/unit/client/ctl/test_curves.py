@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 from kvdepot.client.ctl.curves import curve_lines, known
-from kvdepot.client.ctl.live.drawing import ASCII, BLOCKS
+from kvdepot.core.bars import ASCII, BLOCKS
 from kvdepot.core.report import CapacityFactor, DaemonStatus, WhatIfStatus
 from kvdepot.proto.codec import codec_of
 from kvdepot.proto.v1 import depot_pb2 as pb

@@ -59,7 +59,9 @@ def test_a_section_names_the_options_of_its_verb_and_no_others(verb: str) -> Non
 
 OUTPUT = {"--output", "--json"}
 """The page's head says what is common to all."""
-REPLAY = {"--ram", "--eviction", "--checkpoints", "--json"}
+REPLAY = {
+    "--ram", "--disk", "--write", "--drive-writes-per-day", "--eviction", "--chunks", "--checkpoints", "--json",
+}  # fmt: skip
 """Options of `kvdepotd replay`, to which the verb passes all that it gets."""
 
 

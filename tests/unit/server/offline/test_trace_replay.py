@@ -1,4 +1,7 @@
-"""Replays of recorded traces, and what is handed to who records them."""
+"""Replays of recorded traces, and what is handed to who records them.
+
+`python -m tests.unit.server.offline.test_trace_replay` writes the golden tables. Look at them first.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,22 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from kvdepot.core.bars import BLOCKS
 from kvdepot.core.calls import Kind
-from kvdepot.core.errors import LimitExceeded
+from kvdepot.core.errors import InvalidArgument, LimitExceeded
 from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import Planner
-from kvdepot.core.trace_file import Request, Trace, TraceWriter
+from kvdepot.core.trace_file import Request, Trace, TraceWriter, coarser
 from kvdepot.core.traces import PART_KEY_BYTES_MAX, TracedNamespace, TracedRequest, TracePart
 from kvdepot.server.daemon import app
 from kvdepot.server.depot.loads.traces import RECORDERS_MAX, WAITING_KEY_BYTES_MAX, Traces
 from kvdepot.server.depot.tree.namespaces import Namespace
-from kvdepot.server.offline.replay import Replay, capacities, recorded, unique_bytes
+from kvdepot.server.depot.types import TierConfig, WritePolicy
+from kvdepot.server.offline.replay import Disk, Replay, capacities, recorded, unique_bytes
+from kvdepot.server.offline.replay_verb import Setting, replayed, report
+
+GOLDEN = Path(__file__).parents[3] / "golden/replay"
 
 CHUNK_TOKENS, OBJECT_BYTES = 256, 1 << 20
 ATTENTION = GroupSpec(Kind.ATTENTION, CHUNK_TOKENS, rank_block_bytes=(OBJECT_BYTES,))
@@ -130,9 +138,88 @@ def test_kvdepotd_replay_prints_a_row_for_each_size_and_policy(
     assert said["recorded"] == {"asked_tokens": 2560, "hit_tokens": 1536, "hit_rate": 0.6}
     assert [(one["ram_bytes"], one["hit_rate"]) for one in said["replayed"]] == [(1 << 20, 0.3), (1 << 30, 0.6)]
     assert app.main(arguments) == 0
-    assert "1.00 GiB  lru          60.0%            1536" in capsys.readouterr().out
+    assert "1.00 GiB  lru          60.0%            1536  ██" in capsys.readouterr().out
     assert app.main(["replay", str(tmp_path / "trace")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + 1 + 3 + 1  # 1, 2 and 4 MiB
+
+
+def test_larger_chunks_share_less_and_are_rated_by_the_same_tokens() -> None:
+    trace = trace_of([(0, 1, 2, 3), (0, 1, 2, 4), (0, 1, 2, 3, 5)])
+    pairs = coarser(trace, 2)
+    assert pairs.namespaces["one"].chunk_tokens == 2 * CHUNK_TOKENS
+    assert pairs.namespaces["one"].object_bytes == {Kind.ATTENTION: 2 * OBJECT_BYTES}
+    assert [one.chunks for one in pairs.requests] == [(1, 3), (1, 4), (1, 3)]
+    record = replayed(trace, [Setting(64 * OBJECT_BYTES, "lru", factor) for factor in (1, 2, 3)])
+    asked = 13 * CHUNK_TOKENS
+    assert [one["asked_tokens"] for one in record["replayed"]] == [asked] * 3
+    assert [one["hit_tokens"] // CHUNK_TOKENS for one in record["replayed"]] == [3 + 4, 2 + 4, 3 + 3]
+
+
+def test_a_chunk_that_the_model_cannot_have_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="namespace one"):
+        coarser(trace_of([(0, 1)]), 1 << 20)
+
+
+def test_a_disk_has_what_ram_has_dropped_and_its_writes_are_counted() -> None:
+    paths = [tuple(range(10 * number, 10 * number + 8)) for number in range(6)] * 4
+    trace = trace_of(paths)
+    ram = 16 * OBJECT_BYTES
+    alone = Replay(trace, ram, "lru").run()
+    found = {
+        write: Replay(trace, ram, "lru", disk=Disk(100 * OBJECT_BYTES, TierConfig(write))).run()
+        for write in WritePolicy
+    }
+    assert (alone.written_bytes, alone.written_per_hit_byte) == (0, None)
+    for write in (WritePolicy.COMMIT, WritePolicy.EVICT, WritePolicy.AUTO):
+        assert found[write].rate > alone.rate + 0.3
+        assert 0 < found[write].disk_hit_bytes <= found[write].hit_tokens // CHUNK_TOKENS * OBJECT_BYTES
+    assert found[WritePolicy.COMMIT].written_bytes == 48 * OBJECT_BYTES
+    assert found[WritePolicy.SECOND_USE].written_bytes == 0, "RAM has dropped all before its second use"
+
+
+def drawn(scene: str, columns: int) -> str:
+    """The table of a trace of conversations."""
+    trace = trace_of(conversations(Random(5), 60))
+    rams = [objects * OBJECT_BYTES for objects in (16, 32, 64)]
+    settings = {
+        "ram": [Setting(ram, policy) for policy in ("adaptive", "lru") for ram in rams],
+        "all": [
+            Setting(ram, "adaptive", factor, 64 * OBJECT_BYTES, write)
+            for factor in (1, 2)
+            for write in (WritePolicy.SECOND_USE, WritePolicy.AUTO)
+            for ram in rams
+        ],
+    }
+    return "".join(f"{line}\n" for line in report(replayed(trace, settings[scene]), columns, BLOCKS))
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("scene", ["ram", "all"])
+def test_the_table_is_as_it_was(scene: str, columns: int) -> None:
+    assert drawn(scene, columns) == (GOLDEN / f"{scene}-{columns}.txt").read_text()
+
+
+def test_every_combination_is_replayed_and_curves_follow_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer, namespace_id = TraceWriter(), bytes(16)
+    request = TracedRequest(0.0, namespace_id, b"k" * 64, 0)
+    lines = [writer.head(), *writer.lines(TracePart((TracedNamespace(namespace_id, spec(ATTENTION)),), (request,)))]
+    (tmp_path / "trace").write_text("".join(lines))
+    arguments = ["replay", str(tmp_path / "trace"), "--json", "--ram", "2MiB", "--ram", "8MiB", "--disk", "0"]
+    assert app.main([*arguments, "--disk", "1GiB", "--write", "commit", "--write", "auto", "--chunks", "2"]) == 0
+    rows = json.loads(capsys.readouterr().out)["replayed"]
+    found = [(one["chunk_factor"], one["disk_bytes"] >> 30, one["write"], one["ram_bytes"] >> 20) for one in rows]
+    assert found == [(2, disk, write, ram) for disk, write in ((0, None), (1, "commit"), (1, "auto")) for ram in (2, 8)]
+
+
+@pytest.mark.parametrize("chunks", ["0", "0.5", "-1"])
+def test_smaller_chunks_are_refused_because_they_were_not_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], chunks: str
+) -> None:
+    with pytest.raises(SystemExit):
+        app.main(["replay", str(tmp_path / "trace"), f"--chunks={chunks}"])
+    assert "smaller chunks were not recorded" in capsys.readouterr().err
 
 
 def test_kvdepotd_replay_refuses_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,3 +283,9 @@ def test_only_a_few_record_at_once() -> None:
     recordings[0].__exit__(None, None, None)
     with traces.recording():
         pass
+
+
+if __name__ == "__main__":
+    for _scene in ("ram", "all"):
+        for _columns in (80, 120):
+            (GOLDEN / f"{_scene}-{_columns}.txt").write_text(drawn(_scene, _columns))

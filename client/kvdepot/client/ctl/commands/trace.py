@@ -1,4 +1,4 @@
-"""`kvdepotctl trace`: record lookups, and replay them against other sizes of RAM."""
+"""`kvdepotctl trace`: record lookups, and replay them against other tiers, policies and chunks."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def record(connection: tuple[Endpoint, float], file: TextIO, seconds: float | No
 @trace.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def replay(arguments: tuple[str, ...]) -> int:
-    """Replay a trace against other RAM sizes.
+    """Replay a trace against other tiers.
 
-    Reports what the lookups of a trace would have hit. Takes the options of `kvdepotd replay`, and needs the extra
-    `server`. It calls no daemon.
+    Reports what the lookups of a trace would have hit with other capacities, policies and chunk sizes. Takes the
+    options of `kvdepotd replay`, and needs the extra `server`. It calls no daemon.
     """
     return subprocess.run([*REPLAY, *arguments], check=False).returncode
 

@@ -9,8 +9,8 @@ from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.curves import curve_lines, known
-from kvdepot.client.ctl.live.drawing import ASCII, BLOCKS
 from kvdepot.client.ctl.texts import say
+from kvdepot.core.bars import ASCII, BLOCKS
 from rich.console import Console
 
 if TYPE_CHECKING:

@@ -1,30 +1,15 @@
-"""Sparklines, bars and cells of a screen, of block characters or of ASCII."""
+"""Sparklines and cells of a screen, of block characters or of ASCII."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class Glyphs:
-    """The characters of a screen. `levels`: of a sparkline, the first one is for 0."""
-
-    levels: str
-    full: str
-    empty: str
-    line: str
-    cut: str
-
-
-BLOCKS: Final = Glyphs("▁▂▃▄▅▆▇", "█", "░", "─", "…")
-"""Levels without the full block, so that sparklines in two lines do not touch."""
-ASCII: Final = Glyphs("_.-=+*#", "#", ".", "-", "~")
+    from kvdepot.core.bars import Glyphs
 
 
 def sparkline(values: Sequence[float | None], columns: int, highest: float, glyphs: Glyphs) -> str:
@@ -39,12 +24,6 @@ def _level(value: float | None, highest: float, glyphs: Glyphs) -> str:
         return glyphs.levels[0]
     above = len(glyphs.levels) - 1
     return glyphs.levels[1 + min(int(above * value / highest), above - 1)]
-
-
-def bar(share: float, columns: int, glyphs: Glyphs) -> str:
-    """Return a bar that is filled to a share of 0 to 1. Any share above 0 fills a cell."""
-    filled = max(round(columns * min(share, 1.0)), int(share > 0))
-    return glyphs.full * filled + glyphs.empty * (columns - filled)
 
 
 def cell(text: str, columns: int, glyphs: Glyphs, *, right: bool = False) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.explaining import table_lines
-from kvdepot.client.ctl.live.drawing import bar, cell
+from kvdepot.client.ctl.live.drawing import cell
 from kvdepot.client.ctl.live.traffic import traffic
 from kvdepot.client.ctl.overview import filled, short_letters, state_of, verdict_lines
 from kvdepot.client.ctl.rates import Rates
+from kvdepot.core.bars import bar
 from kvdepot.core.explanation import MEANING, answer
 from kvdepot.core.misses import miss_reason
 from kvdepot.core.printable import printable
@@ -22,8 +23,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvdepot.client.ctl.live.drawing import Glyphs
     from kvdepot.client.ctl.live.history import Figures
+    from kvdepot.core.bars import Glyphs
     from kvdepot.core.records import RequestRecord
     from kvdepot.core.report import SessionStatus, TierStatus
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from kvdepot.client.ctl.live.drawing import ASCII, BLOCKS
+from kvdepot.core.bars import ASCII, BLOCKS
 from rich.control import Control
 from rich.screen import Screen
 from rich.text import Text
@@ -20,7 +20,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-    from kvdepot.client.ctl.live.drawing import Glyphs
+    from kvdepot.core.bars import Glyphs
     from rich.console import Console
 
 ENDING: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})

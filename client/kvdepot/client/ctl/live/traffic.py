@@ -14,8 +14,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvdepot.client.ctl.live.drawing import Glyphs
     from kvdepot.client.ctl.live.history import Figures
+    from kvdepot.core.bars import Glyphs
 
 _LABEL, _NOW = 14, 13
 _LOADED: Final = "granted_read_bytes"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvdepot.client.ctl.live.drawing import ASCII, BLOCKS, Glyphs, bar, cell, sparkline
+from kvdepot.client.ctl.live.drawing import cell, sparkline
+from kvdepot.core.bars import ASCII, BLOCKS, Glyphs, bar
 from rich.cells import cell_len
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from kvdepot.client.ctl.live.drawing import ASCII, BLOCKS, Glyphs
 from kvdepot.client.ctl.live.frame import COLUMNS_MAX, KEYS, View, frame
 from kvdepot.client.ctl.live.history import RECENT_SECONDS, Figures, History, Look
+from kvdepot.core.bars import ASCII, BLOCKS, Glyphs
 from kvdepot.core.calls import RequestEnd
 from kvdepot.core.health import health
 from kvdepot.core.misses import MissReason

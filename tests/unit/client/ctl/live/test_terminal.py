@@ -13,10 +13,10 @@ from io import TextIOWrapper
 from typing import TextIO
 
 import pytest
-from kvdepot.client.ctl.live.drawing import ASCII, BLOCKS, Glyphs
 from kvdepot.client.ctl.live.frame import View
 from kvdepot.client.ctl.live.terminal import Input, Terminal, glyphs_of
 from kvdepot.client.ctl.live.watching import INTERVALS, pressed
+from kvdepot.core.bars import ASCII, BLOCKS, Glyphs
 from rich.console import Console
 from rich.text import Text
 
