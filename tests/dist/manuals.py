@@ -14,6 +14,7 @@ from kvdepot.server.daemon.app import _parser
 
 def write_manuals(folder: Path, version: str, date: str) -> None:
     """Write all pages. `date`: YYYY-MM-DD, of the heads of the pages."""
+    cli.verbs()  # click-man knows what has been imported
     write_man_pages("kvdepotctl", cli, version=version, target_dir=str(folder), date=date)
     _of_a_parser(_parser(), folder, version, date)
 

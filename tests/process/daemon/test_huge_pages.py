@@ -13,6 +13,7 @@ import pytest
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_node import daemon, ram, reboot, wait_ready, wait_written
+from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import RawEngine, keys_of, payload_of
 
 OBJECTS = 12
@@ -96,3 +97,26 @@ def test_objects_are_served_adopted_and_read_from_a_disk(node: DaemonProcess) ->
 
     reboot(node)
     _loaded(node, keys)
+
+
+@pytest.mark.requirement("T2", "T6", "I1")
+def test_a_tier_that_takes_memory_of_huge_pages_leaves_what_lies_before(node: DaemonProcess) -> None:
+    keys, later = keys_of("before", OBJECTS), keys_of("after", OBJECTS)
+    with RawEngine(node.socket) as engine:
+        wait_ready(engine)
+        engine.store(keys)
+        wait_written(engine, OBJECTS)
+        before = ram(engine).ready_bytes
+    assert node.config is not None
+    node.stop()
+    node.config = node.config.replace('write = "commit"', 'write = "commit"\nio_workers = 4')
+    node.start()
+    assert "RAM shrinks" in node.log and "recreated" not in node.log
+    with RawEngine(node.socket) as engine:
+        assert ram(engine).objects == OBJECTS
+        wait_until(lambda: ram(engine).state == "ready", "it is whole again")
+        assert ram(engine).ready_bytes < before
+    _loaded(node, keys)
+    with RawEngine(node.socket) as engine:
+        engine.store(later)
+    _loaded(node, later)

@@ -1,0 +1,179 @@
+"""What a user does with `docs/quickstart.md`: each command as the page has it, in a home of its own.
+
+The page leaves the model to the user. Here it is the toy model, which needs flags of its own and takes prompts as
+numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from demo.engine import EngineOptions
+from demo.toys import DENSE, make_toy
+from tests.rigs import ports
+from tests.rigs.patience import patient, wait_until
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PAGE: Final = ROOT / "docs" / "quickstart.md"
+VENV: Final = ROOT / ".venv"
+START_SECONDS: Final = 300.0
+_ENDS_SECONDS: Final = 60.0
+
+
+def commands(page: str) -> list[str]:
+    """Return what the page's consoles say to type, in order, without comments."""
+    found: list[str] = []
+    for block in re.findall(r"^```console\n(.*?)^```", page, re.S | re.M):
+        lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+        found += [re.sub(r"\s+# .*", "", line[2:]).strip() for line in lines if line.startswith("$ ")]
+    return found
+
+
+class Walk:
+    """A user's shell and home. `typed` are the commands so far, and `printed` is what the last one printed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.commands = commands(PAGE.read_text())
+        self.typed: list[str] = []
+        self.printed = ""
+        self._folder = folder
+        self._options = EngineOptions(DENSE, make_toy(DENSE, ROOT / "build" / "toys"))
+        self._stack = ExitStack()
+        holder = self._stack.enter_context(ports.held())
+        self._servers = self._stack.enter_context(ExitStack())
+        self.arena = folder / "no arena yet"
+        self.url = f"http://127.0.0.1:{ports.port_of(holder)}"
+        run = folder / "run"
+        run.mkdir(mode=0o700)
+        self.socket = run / "kvdepot" / "kvdepot.sock"
+        self._environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("KVDEPOT_", "PYTEST_", "XDG_"))
+        } | {"HOME": str(folder), "XDG_RUNTIME_DIR": str(run), "COLUMNS": "200"}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if self.arena.exists():  # gigabytes, which the next daemon of this home would find
+            self._run(f"kvdepotd arena remove {self.arena}")
+
+    def next(self, *, start: str) -> str:
+        """Return the page's next command. Raise AssertionError unless it begins with `start`."""
+        command = self.commands[len(self.typed)]
+        assert command.startswith(start), f"the page says {command!r} next"
+        self.typed.append(command)
+        return command
+
+    def type(self, start: str, **replaced: str) -> str:
+        """Type the next command, which begins so, and return what it prints. Raise AssertionError if it fails."""
+        command = self.next(start=start)
+        for name, value in replaced.items():
+            command = command.replace(name, value)
+        if command.startswith("export PATH="):
+            self._environment["PATH"] = self._run(f'{command}; printf %s "$PATH"')
+        else:
+            self.printed = self._run(command)
+        return self.printed
+
+    def serve_daemon(self) -> None:
+        """Type the command that starts the daemon, and wait for its socket's line of the log."""
+        log = self._start(self.next(start="kvdepotd serve"), "daemon", self._environment)
+        wait_until(lambda: "ready to serve" in log.read_text(), log.read_text, START_SECONDS)
+        self.arena = Path(log.read_text().partition("arena opened: ")[2].split(" ")[0])
+
+    def end(self) -> None:
+        """End both servers, vLLM first."""
+        self._servers.close()
+
+    def serve_vllm(self) -> None:
+        """Type the command that starts vLLM, in vLLM's environment, and wait until it serves."""
+        command = self.next(start="vllm serve MODEL").replace("MODEL", str(self._options.model))
+        port = self.url.rpartition(":")[2]
+        flags = f"--port {port} --host 127.0.0.1 --skip-tokenizer-init --enforce-eager --dtype {DENSE.dtype}"
+        flags += " --max-model-len 8192 --max-num-batched-tokens 8192 --kv-cache-memory-bytes 268435456"
+        fixed = self._options.process_environment()
+        environment = self._environment | {
+            name: fixed[name] for name in fixed.keys() - os.environ.keys() if name != "PYTHONPATH"
+        }
+        environment |= {"PATH": f"{VENV / 'bin'}:{self._environment['PATH']}", "VLLM_SERVER_DEV_MODE": "1"}
+        log = self._start(f"{command} {flags}", "vllm", environment)
+        wait_until(self._serves, lambda: log.read_text(errors="replace")[-5000:], START_SECONDS)
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text(errors="replace")
+
+    def complete(self, prompt: Sequence[int], tokens: int = 8) -> dict[str, Any]:
+        """Send a prompt, and return the answer."""
+        asked = {
+            "model": str(self._options.model), "prompt": list(prompt), "max_tokens": tokens, "temperature": 0,
+            "return_token_ids": True,
+        }  # fmt: skip
+        return dict(json.loads(self._post("/v1/completions", asked)))
+
+    def forget(self) -> None:
+        """Empty vLLM's own cache, as the page says."""
+        self._post("/reset_prefix_cache", {})
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a counter of vLLM."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=patient(30)) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}(_total)?[{{ ]", line))
+
+    def ask(self, *arguments: str) -> str:
+        """Return what `kvdepotctl` prints, which the page has no command for."""
+        return self._run(f"kvdepotctl {' '.join(arguments)}")
+
+    def _post(self, path: str, content: dict[str, Any]) -> bytes:
+        request = urllib.request.Request(
+            f"{self.url}{path}", json.dumps(content).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=patient(120)) as answer:
+            return bytes(answer.read())
+
+    def _serves(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=patient(5)):
+            return True
+        return False
+
+    def _run(self, command: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=patient(600), check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def _start(self, command: str, name: str, environment: dict[str, str]) -> Path:
+        path = self._folder / f"{name}.log"
+        with path.open("wb") as log:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {command}"], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True,
+            )  # fmt: skip
+        self._servers.callback(_end, process)
+        return path
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server as Ctrl-C does, and what it leaves."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(patient(_ENDS_SECONDS))
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
