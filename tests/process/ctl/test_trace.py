@@ -81,7 +81,8 @@ def test_what_engines_ask_for_is_recorded_and_replayed(new_daemon: DaemonProcess
     assert told["unique_bytes"] == 5 * OBJECT_BYTES
     asked = (early + 2 + 4 + 2) * CHUNK_TOKENS
     assert told["replayed"] == [
-        {"ram_bytes": 64 << 20, "eviction": "adaptive", "asked_tokens": asked,
+        {"ram_bytes": 64 << 20, "disk_bytes": 0, "write": None, "eviction": "adaptive", "chunk_factor": 1,
+             "asked_tokens": asked,
          "hit_tokens": (early - 1 + 1 + 2 + 1) * CHUNK_TOKENS,
          "hit_rate": pytest.approx((early + 3) * CHUNK_TOKENS / asked, abs=1e-4)}
     ]  # fmt: skip
