@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"kvdepotd {NAME}: {options.trace}: {error}", file=sys.stderr)  # noqa: T201
         return _REFUSED
     columns = min(max(shutil.get_terminal_size((_COLUMNS_MIN, 24)).columns, _COLUMNS_MIN), _COLUMNS_MAX)
-    lines_ = report(record, columns, glyphs_for(sys.stdout.encoding))
+    lines_ = report(record, columns, glyphs_for(sys.stdout.encoding if sys.stdout else None))
     print(json.dumps(record, indent=2) if options.json else "\n".join(lines_))  # noqa: T201
     return _OK
 
