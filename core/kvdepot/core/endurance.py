@@ -11,7 +11,11 @@ HIT_BYTES: Final = "tier_hit_bytes"
 """Counter by tier: what was read into RAM for loads and prefetch, before the codec."""
 
 
+def per_hit_byte(written_bytes: float, hit_bytes: float) -> float | None:
+    """Return the bytes written for each byte that was supplied. None: nothing was supplied yet."""
+    return written_bytes / hit_bytes if hit_bytes else None
+
+
 def written_per_hit_byte(counters: Mapping[str, float], tier: str) -> float | None:
-    """Return the bytes written to the tier for each byte that it supplied. None: it has supplied nothing yet."""
-    hit_bytes = counters.get(f"{HIT_BYTES}.{tier}/", 0.0)
-    return counters.get(f"{WRITTEN_BYTES}.{tier}/", 0.0) / hit_bytes if hit_bytes else None
+    """Return `per_hit_byte` of a tier, by the daemon's counters."""
+    return per_hit_byte(counters.get(f"{WRITTEN_BYTES}.{tier}/", 0.0), counters.get(f"{HIT_BYTES}.{tier}/", 0.0))

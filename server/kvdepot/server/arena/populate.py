@@ -68,7 +68,6 @@ class Populator:
         self._finished: set[int] = set()
         self._ready = 0
         self._reason = ""
-        self._reason_of = 0  # the first piece without room: threads find it out of order
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._locked = False
@@ -162,9 +161,9 @@ class Populator:
             changed = False
             if reason:
                 heapq.heappush(self._pieces, piece)
-                changed = not self._reason or piece < self._reason_of
+                changed = self._pieces[0] == piece  # the first without room: threads find them out of order
                 if changed:
-                    self._reason, self._reason_of = reason, piece
+                    self._reason = reason
             else:
                 self._finished.add(piece)
                 while self._ready in self._finished:

@@ -25,6 +25,7 @@ from kvdepot.core.calls import (
     ReserveCall,
     ReserveOutcome,
 )
+from kvdepot.core.endurance import per_hit_byte
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import Planner
@@ -64,7 +65,7 @@ class Hits:
 
     @property
     def written_per_hit_byte(self) -> float | None:
-        return self.written_bytes / self.disk_hit_bytes if self.disk_hit_bytes else None
+        return per_hit_byte(self.written_bytes, self.disk_hit_bytes)
 
 
 class _Namespace:
@@ -85,10 +86,11 @@ class Replay:
         self._now = 0.0
         smallest = min((min(spec.object_bytes.values()) for spec in trace.namespaces.values()), default=1)
         rows = capacity_bytes // smallest + 1
-        self._disk = None
+        self._disk: VirtualDisk | None = None
+        disks = []
         if disk is not None:
             self._disk = VirtualDisk(_DISK, disk.capacity_bytes, disk.capacity_bytes // smallest + 1)
-        disks = [(self._disk, disk.config)] if self._disk is not None and disk is not None else []
+            disks.append((self._disk, disk.config))
         self._virtual = VirtualEngine(
             capacity_bytes, rows, clock=lambda: self._now, eviction=eviction, disks=disks
         )  # fmt: skip
