@@ -14,12 +14,22 @@ from tests.rigs import ports
 from tests.rigs.certificates import Authority, Files
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, payload_of, status_of
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
 
 PEER: Final = "URI:spiffe://fleet/kvdepot"
 RAM: Final = "512MiB"
 LENDING: Final = "lend_nixl = true\n"
 BORROWING: Final = 'lane = "nixl"\n'
+
+
+def filled(engine: RawEngine, daemon: DaemonProcess, prompt: str) -> list[list[bytes]]:
+    """Store until most of RAM is in use, from its start on, and with it whatever was given back. Return the prompts."""
+    prompts: list[list[bytes]] = []
+    ready_bytes = status_of(daemon.socket).tiers[0].ready_bytes
+    while status_of(daemon.socket).tiers[0].used_bytes < 0.8 * ready_bytes:
+        prompts.append(keys_of(f"{prompt}{len(prompts)}", 32))
+        engine.store(prompts[-1])
+    return prompts
 
 
 class Fleet:

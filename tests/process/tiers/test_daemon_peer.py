@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,20 +21,11 @@ from tests.rigs.certificates import DAY, Authority, Files
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
-from tests.rigs.peer_fleet import PEER, Fleet, located, payloads, port_of, served_again, stored, tier_of
+from tests.rigs.peer_fleet import PEER, Fleet, filled, located, payloads, port_of, served_again, stored, tier_of
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 SERVER = b"kvdepot.server.io.peer_server"
 WORKER = b"kvdepot.server.io.worker"
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    try:
-        yield fleet
-    finally:
-        fleet.close()
 
 
 def counter(daemon: DaemonProcess, name: str) -> float:
@@ -176,16 +167,6 @@ def _asked_again(engine: RawEngine, keys: list[bytes]) -> bool:
 # Nothing is written to extents that were given back
 
 
-def _filled(engine: RawEngine, daemon: DaemonProcess, prompt: str) -> list[list[bytes]]:
-    """Store until most of RAM is in use, from its start on, and with it whatever was given back."""
-    prompts: list[list[bytes]] = []
-    ready_bytes = status_of(daemon.socket).tiers[0].ready_bytes
-    while status_of(daemon.socket).tiers[0].used_bytes < 0.8 * ready_bytes:
-        prompts.append(keys_of(f"{prompt}{len(prompts)}", 32))
-        engine.store(prompts[-1])
-    return prompts
-
-
 @pytest.mark.requirement("N1")
 @pytest.mark.parametrize("fault", ["stopped", "held", "worker killed"])
 def test_no_byte_arrives_in_extents_that_were_given_back(fleet: Fleet, fault: str) -> None:
@@ -211,7 +192,7 @@ def test_no_byte_arrives_in_extents_that_were_given_back(fleet: Fleet, fault: st
                 os.kill(server, signal.SIGSTOP)
             assert engine.load(keys) is None
             wait_until(lambda: status_of(reader.socket).tiers[0].lent_bytes == 0, "the extents were given back")
-            prompts = _filled(engine, reader, "own")
+            prompts = filled(engine, reader, "own")
             proxy.clear()
             os.kill(server, signal.SIGCONT)
             wait_until(lambda: tier_of(reader).breaker == "closed", "the peer is back")

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 
 import pytest
 from kvdepot.core.misses import MissReason
@@ -20,15 +19,6 @@ from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, status_of
 
 REMEMBERED = '[policy]\nnegative_ttl = "1h"\n'
 """So long a daemon does not ask again for what was absent."""
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    try:
-        yield fleet
-    finally:
-        fleet.close()
 
 
 @contextmanager

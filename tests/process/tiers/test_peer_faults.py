@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -21,15 +20,6 @@ from tests.rigs.raw_client import RawEngine, dense_spec, keys_of, payload_of, st
 OF_BYTES = {"first bit", "bit in the middle", "last bit", "sum", "exchanged"}
 OF_LENGTH = {"longer", "shorter"}
 """The other lies are failures of the connection."""
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    try:
-        yield fleet
-    finally:
-        fleet.close()
 
 
 # Sources that lie

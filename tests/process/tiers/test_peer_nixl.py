@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import patient, wait_until
-from tests.rigs.peer_fleet import BORROWING, Fleet, located, payloads, port_of, served_again, stored, tier_of
+from tests.rigs.peer_fleet import BORROWING, Fleet, filled, located, payloads, port_of, served_again, stored, tier_of
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 LENDER = b"kvdepot.server.io.nixl_lender"
@@ -25,15 +23,6 @@ LARGE = 4 << 20
 def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """As between two hosts. On one host UCX would copy by itself, whatever the source does."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    try:
-        yield fleet
-    finally:
-        fleet.close()
 
 
 def lending(fleet: Fleet) -> DaemonProcess:
@@ -143,7 +132,7 @@ def test_a_stopped_lender_costs_its_request_alone_and_nothing_arrives_late(fleet
                 assert counter(reader, "io_workers.peer-0/abandoned") >= 1
                 none_lent(reader)
                 assert workers - set(children(reader.pid, WORKER)), "a worker was killed, and is reaped"
-                prompts = _filled(other, reader)
+                prompts = filled(other, reader, "fill")
             finally:
                 os.kill(lender, signal.SIGCONT)
             assert other.load(own) == payloads(own)
@@ -153,16 +142,6 @@ def test_a_stopped_lender_costs_its_request_alone_and_nothing_arrives_late(fleet
                 loaded = other.load(prompt)
                 assert loaded is None or loaded == payloads(prompt), "bytes of an object changed after it was stored"
         none_lent(source, reader)
-
-
-def _filled(engine: RawEngine, daemon: DaemonProcess) -> list[list[bytes]]:
-    """Store until most of RAM is in use, and with it whatever was given back."""
-    prompts: list[list[bytes]] = []
-    ready_bytes = status_of(daemon.socket).tiers[0].ready_bytes
-    while status_of(daemon.socket).tiers[0].used_bytes < 0.8 * ready_bytes:
-        prompts.append(keys_of(f"fill{len(prompts)}", 32))
-        engine.store(prompts[-1])
-    return prompts
 
 
 @pytest.mark.requirement("N3")
