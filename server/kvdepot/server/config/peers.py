@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.core.errors import ConfigError
+from kvdepot.core.nixl_packages import INSTALL
 from kvdepot.server.config.schema import PEER_KIND, Tables
 from kvdepot.server.io.nixl_agent import installed
 from kvdepot.server.io.peer_wire import Lane
@@ -83,7 +84,7 @@ def _check_nixl(file: str, tables: Tables) -> None:
     if keys and not installed():
         raise ConfigError(
             file, keys[0], "needs the package nixl-cu12, which is not installed",
-            advice="pip install --no-deps nixl-cu12", of_host=True,
+            advice=INSTALL, of_host=True,
         )  # fmt: skip
 
 

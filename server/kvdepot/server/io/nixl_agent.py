@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import xxhash
 from kvdepot.core.allocator import Extent
+from kvdepot.core.nixl_packages import PACKAGES
 from kvdepot.server.io.lifeline import ProcessEndError
 from kvdepot.server.io.peer_wire import Lender
 
@@ -27,8 +28,6 @@ POLL_SECONDS: Final = 0.00005
 """Between two looks at a transfer. With it TCP was as fast as without, for a tenth of the CPU time (ADR 82)."""
 _LENDERS_MAX: Final = 16
 """That an agent keeps: each start of the process that lends makes one."""
-PACKAGES: Final = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
-"""One is enough: nothing here is memory of a GPU. The package nixl would import torch to choose one (ADR 82)."""
 _AGAIN_SECONDS: Final = 60.0
 """After a lender was not reached. Until then nothing is borrowed: each attempt costs a connection."""
 _BACKEND: Final = "UCX"

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Final
 from kvdepot.client.ctl.doctor import ucx_probe
 from kvdepot.client.ctl.doctor.findings import HOST, Check
 from kvdepot.client.ctl.doctor.programs import Program
+from kvdepot.core.nixl_packages import INSTALL, PACKAGES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvdepot.client.ctl.doctor.findings import Finding
 
-PROBE: Final = (sys.executable, "-I", ucx_probe.__file__)
+PROBE: Final = (sys.executable, "-I", ucx_probe.__file__, *PACKAGES)
 _SECONDS: Final = 20.0
 _CHECK: Final = Check("NIXL", HOST)
-_INSTALL: Final = "pip install --no-deps nixl-cu12"
 _BETWEEN_HOSTS: Final = ("tcp/", "rc", "dc", "ud", "srd")
 _RDMA: Final = _BETWEEN_HOSTS[1:]
 """How names of transports begin: of InfiniBand and RoCE, and of EFA."""
@@ -37,7 +37,7 @@ def check_transports(
         return _CHECK.fail(f"UCX did not start within {seconds:g} s", "see whether a network device hangs: `dmesg`")
     if ended.code:
         reason = (ended.errors.strip().splitlines() or [f"exit status {ended.code}"])[-1]
-        return _CHECK.fail(f"UCX cannot be asked: {reason}", _INSTALL)
+        return _CHECK.fail(f"UCX cannot be asked: {reason}", INSTALL)
     found: list[str] = json.loads(ended.output)
     shown = f"UCX has {', '.join(found) or 'no transports'}"
     if any(one.startswith(_RDMA) for one in found):

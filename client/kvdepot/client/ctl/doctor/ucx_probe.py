@@ -1,7 +1,8 @@
 """Which transports UCX finds here, as a program of its own: UCX may crash, and starts threads.
 
-`python -I ucx_probe.py` prints a list of JSON, such as `["tcp/eth0", "cma/memory"]`, by the UCX that NIXL brings. It
-asks what `ucx_info -u m` would say, which the package does not have. Where there is none, the exit code is 1.
+`python -I ucx_probe.py PACKAGE...` prints a list of JSON, such as `["tcp/eth0", "cma/memory"]`. The UCX is that of the
+first of these packages of NIXL which is installed. It asks what `ucx_info -u m` would say, which the packages do not
+have. Where there is none, the exit code is 1.
 """
 
 import ctypes
@@ -12,7 +13,6 @@ import re
 import sys
 from pathlib import Path
 
-PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _FEATURES = 1 << 0
 _REMOTE_MEMORY = 1 << 1
 _PARAMS_BYTES = 1024
@@ -20,7 +20,7 @@ _RESOURCE = re.compile(r"resource \d+ .* (\S+/\S+)\s*$", re.MULTILINE)
 
 
 def main() -> int:
-    library = _library()
+    library = _library(sys.argv[1:])
     if library is None:
         sys.stderr.write("there is no UCX of NIXL\n")
         return 1
@@ -28,8 +28,8 @@ def main() -> int:
     return 0
 
 
-def _library() -> str | None:
-    for name in PACKAGES:
+def _library(packages: list[str]) -> str | None:
+    for name in packages:
         spec = importlib.util.find_spec(name)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             for path in sorted(Path(f"{folder}.libs").glob("libucp-*.so*")):
