@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Final, Protocol, Self
 
 from demo.toys import CONTEXT_TOKENS_MAX, Toy
 
@@ -78,6 +78,19 @@ class Adapter:
         return {"lora_name": self.name, "lora_int_id": self.number, "lora_path": str(self.folder)}
 
 
+ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # One core for scheduler and copies. vLLM reserves one more for an engine with a connector; on two
+    # cores none would be left, so it reserves nothing at all: the engine would run on other cores than
+    # the one without a connector that it is compared with.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+}
+"""Of every engine of a toy model."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How to start an engine. `connector` is vLLM's kv_transfer_config, None for an engine without one."""
@@ -110,20 +123,10 @@ class EngineOptions:
         return arguments
 
     def process_environment(self) -> dict[str, str]:
-        fixed = {
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            # One core for scheduler and copies. vLLM reserves one more for an engine with a connector; on two
-            # cores none would be left, so it reserves nothing at all: the engine would run on other cores than
-            # the one without a connector that it is compared with.
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-        }
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
         # What this process was told to import comes first in its engines too, also where another copy is installed.
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return inherited | fixed | {"PYTHONPATH": os.pathsep.join(paths)} | self.environment
+        return inherited | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)} | self.environment
 
 
 def depot_connector(endpoint: str, **extra: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +18,8 @@ from demo.toys import DENSE, make_toy
 from tests.rigs import ports
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import patient, wait_until
+from tests.rigs.vllm_server import wait_serving
 
-START_SECONDS = 300.0
 PROMPTS = 4
 
 
@@ -50,20 +48,13 @@ def url(daemon: DaemonProcess, tmp_path: Path) -> Iterator[str]:
             env=options.process_environment() | {"VLLM_SERVER_DEV_MODE": "1"},
         )  # fmt: skip
     try:
-        wait_until(lambda: _serves(f"http://127.0.0.1:{port}", process, log), "the server serves", START_SECONDS)
+        wait_serving(f"http://127.0.0.1:{port}", process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         holder.close()
-
-
-def _serves(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
-    assert process.poll() is None, log.read_text(errors="replace")[-5000:]
-    with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=patient(5)):
-        return True
-    return False
 
 
 @pytest.mark.long(seconds=120)

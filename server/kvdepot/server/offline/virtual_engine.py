@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvdepot.core.arena import ArenaLayout, tables_in_memory
 from kvdepot.core.eviction import DEFAULT_POLICY
@@ -29,7 +30,7 @@ class VirtualEngine:
         layout = ArenaLayout.plan(overhead_bytes + capacity_bytes, rows)
         config = DepotConfig(credit_bytes=layout.size_bytes, eviction=eviction, prefetch_share=0.0)
         if not disks:
-            config = DepotConfig(credit_bytes=layout.size_bytes, high_watermark=1.0, eviction=eviction)
+            config = replace(config, high_watermark=1.0)
         self.depot = Depot(
             tables_in_memory(layout), arena_id=1, run=1, clock=clock, random_bytes=secrets.token_bytes, config=config,
             tiers=lambda _: disks,
