@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 from kvdepot.core.arena import NAMESPACES_MAX
 from kvdepot.core.calls import Kind
-from kvdepot.core.endurance import HIT_BYTES, WRITTEN_BYTES
 from kvdepot.core.eviction import EvictionPolicy
 from kvdepot.core.write_admission import Verdict, WriteAdmission
 from kvdepot.server.depot.counters import Counters
@@ -142,12 +141,12 @@ class LowerTier:
 
     def wrote(self, stored_bytes: int) -> None:
         """Count an object that was written to the device."""
-        self._counters.add(f"{WRITTEN_BYTES}.{self.tier.name}/", stored_bytes)
+        self._counters.add(f"tier_written_bytes.{self.tier.name}/", stored_bytes)
         self._admission.wrote(stored_bytes)
 
     def served(self, node: int, kind: int, size_bytes: int) -> None:
         """Count an object that was read into RAM. `size_bytes`: before the codec."""
-        self._counters.add(f"{HIT_BYTES}.{self.tier.name}/", size_bytes)
+        self._counters.add(f"tier_hit_bytes.{self.tier.name}/", size_bytes)
         self.returned(node, kind)
 
     def returned(self, node: int, kind: int) -> None:
