@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.rigs import forked_children
@@ -23,3 +26,10 @@ def children(pid: int, module: bytes = b"") -> list[int]:
             if int(parent) == pid and module in command and forked_children.NAME.encode() not in command:
                 found.append(int(stat.parent.name))
     return sorted(found)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill children of a living process, which may end some of them itself meanwhile."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

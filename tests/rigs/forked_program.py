@@ -64,20 +64,25 @@ def _work(program: ModuleType, data: int, _: list[int]) -> Any:
 
 # --- the driver's end
 
-_servers: dict[tuple[int, str, int], tuple[ForkingProcess, dict[str, str]]] = {}
+_servers: dict[tuple[int, str, int], ForkingProcess] = {}
 
 
 def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_LATE)}
 
 
-def _server(program: str, number: int) -> tuple[ForkingProcess, dict[str, str]]:
+_ENVIRONMENT: Final = _at_import(os.environ)
+"""Of all servers: that of no test, also if a test that changes it is the first one to need a server."""
+
+
+def _server(program: str, number: int) -> ForkingProcess:
     place = (os.getpid(), program, number)  # a fork of this process has servers of its own
-    if place not in _servers or not _servers[place][0].serves:
-        environment = dict(os.environ)
-        server = ForkingProcess("tests.rigs.forked_program", environment | ONE_THREAD, [program], Path.cwd())
+    if place not in _servers or not _servers[place].serves:
+        late = {name: value for name, value in os.environ.items() if name.startswith(_LATE)}
+        environment = _ENVIRONMENT | late | ONE_THREAD
+        server = ForkingProcess("tests.rigs.forked_program", environment, [program], Path.cwd())
         atexit.register(server.close)
-        _servers[place] = server, _at_import(environment)
+        _servers[place] = server
     return _servers[place]
 
 
@@ -92,9 +97,9 @@ def start(
 
     Copies of servers with other numbers have other seeds of `hash()`.
     """
-    server, at_import = _server(program, server_number)
-    if _at_import(environment) != at_import:
+    if _at_import(environment) != _ENVIRONMENT:
         return None
+    server = _server(program, server_number)
     command = [sys.executable, "-m", program, *arguments]
     sys.audit("subprocess.Popen", sys.executable, command, None, None)  # for those who note which tests start Python
     return ForkedProcess(*server.fork(list(streams), pickle.dumps((dict(environment), Path.cwd(), arguments))))

@@ -50,6 +50,20 @@ def test_a_variable_that_may_be_read_at_import_needs_a_fresh_process() -> None:
         assert start(LD_PRELOAD="") is None
 
 
+def test_what_the_first_test_with_a_daemon_sets_at_import_is_not_taken_for_everyones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_program, "_servers", {})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with DaemonProcess() as fresh:
+        assert parent(fresh) == os.getpid()
+        assert f"PYTHONPATH={tmp_path}".encode() in Path(f"/proc/{fresh.pid}/environ").read_bytes().split(b"\0")
+        monkeypatch.undo()
+        monkeypatch.setattr(forked_program, "_servers", {})
+        with DaemonProcess() as copy:
+            assert parent(copy) != os.getpid()
+
+
 def test_an_exit_code_and_a_signal_pass_to_who_started_the_daemon() -> None:
     with DaemonProcess() as daemon:
         assert daemon.stop() == 0

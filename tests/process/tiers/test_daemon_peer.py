@@ -18,7 +18,7 @@ from kvdepot.proto.v1 import control_pb2_grpc
 
 from tests.fakes.faulty_proxy import FaultyProxy
 from tests.rigs.certificates import DAY, Authority, Files
-from tests.rigs.child_processes import children
+from tests.rigs.child_processes import children, kill
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.peer_fleet import PEER, Fleet, filled, located, payloads, port_of, served_again, stored, tier_of
@@ -183,8 +183,7 @@ def test_no_byte_arrives_in_extents_that_were_given_back(fleet: Fleet, fault: st
                 workers = children(reader.pid, WORKER)
                 lease = _acquire_later(engine, keys)
                 wait_until(lambda: proxy.held, "a transfer is under way")
-                for pid in workers:
-                    os.kill(pid, signal.SIGKILL)
+                kill(workers)
                 proxy.clear()
                 assert lease() == payloads(keys), "another worker has done the jobs again"
                 return

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.rigs.child_processes import kill
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.disk_daemon import TIER, DiskDaemon
 from tests.rigs.patience import wait_until
@@ -38,8 +38,7 @@ def flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_tier_without_workers_is_degraded_until_one_starts(flag: Path) -> None:
     with DiskDaemon() as world:
         flag.touch()
-        for pid in world.workers:
-            os.kill(pid, signal.SIGKILL)
+        kill(world.workers)
         world.wait_state("degraded")
         tier = world.tier()
         assert "no worker serves: I/O worker " in tier.reason and "ended with 3" in tier.reason
