@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from kvdepot.client.vllm.scheduling import offers
+from kvdepot.client.vllm.scheduling.offers import starved_seconds
 from kvdepot.client.vllm.scheduling.prefill_rate import TOKEN_SECONDS_GUESS
 from kvdepot.core.calls import LocateCall
 
 from tests.fakes.direct_session import ARENA_ID
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Make, cold, prompt
+from tests.rigs.patience import Deadline
 
 DEFAULTS = {"lookup_min_seconds": 0.05, "lookup_timeout_seconds": 1.0}
 TOKENS = prompt(20.5)
@@ -20,10 +27,12 @@ INSTANT = 1e-6
 
 
 class Clock:
-    """Of the connector. It stands still until the test moves it."""
+    """Of the connector, and of its thread. They stand still until the test moves them."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.now = 100.0
+        self.starved = 7.0
+        engine.side.offers._starved_seconds = lambda: self.starved
         engine.side._clock = engine.side.offers._clock = engine.side.prefill_rate._clock = lambda: self.now
 
 
@@ -78,6 +87,49 @@ def test_a_request_waits_for_a_tenth_of_what_it_may_save(
     engine.session.let_go()
     engine.run()
     assert engine.outputs[request.request_id] == cold(TOKENS)
+
+
+@pytest.mark.requirement("P5")
+@pytest.mark.parametrize(("starved", "expected"), [(0.0, 0.05), (0.02, 0.07), (0.05, 0.1), (3.0, 0.1)])
+def test_time_without_a_processor_counts_only_after_twice_the_budget(
+    make: Make, starved: float, expected: float
+) -> None:
+    engine = make(settings=DEFAULTS)
+    engine.side.prefill_rate._likely_token_seconds = INSTANT
+    clock = Clock(engine)
+    request = asked(engine)
+    clock.starved += starved
+    assert waits(engine, clock, request) == pytest.approx(expected, abs=0.002)
+    engine.session.let_go()
+    engine.run()
+
+
+def test_a_thread_that_has_no_processor_of_its_own_is_starved() -> None:
+    other = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: pass"
+    mine, before = os.sched_getaffinity(0), starved_seconds()
+    cpu = min(mine)
+    rivals = [subprocess.Popen([sys.executable, "-c", other % cpu]) for _ in range(2)]
+    try:
+        os.sched_setaffinity(0, {cpu})
+        until = Deadline(60)
+        while starved_seconds() - before < 0.2:
+            assert not until.is_over()
+    finally:
+        os.sched_setaffinity(0, mine)
+        for rival in rivals:
+            rival.kill()
+            rival.wait()
+
+
+def test_a_kernel_that_does_not_say_how_long_counts_as_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for text in (None, "", "1 x 2", "5"):
+        file = tmp_path / "schedstat"
+        if text is not None:
+            file.write_text(text)
+        monkeypatch.setattr(offers, "_SCHEDSTAT", file)
+        assert starved_seconds() == 0.0
+    file.write_text("123 2500000000 7\n")
+    assert starved_seconds() == 2.5
 
 
 @pytest.mark.requirement("P5")

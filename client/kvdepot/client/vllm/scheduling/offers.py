@@ -5,7 +5,9 @@
                             +--- renewal: too old, or the daemon lacked a fact ---+
 
 A lookup pins nothing. While it may still be answered, vLLM is told to ask again, for the *budget* of the request: a
-part of the time in which the engine would compute what is at stake (docs/adr/0073). Nothing here waits.
+part of the time in which the engine would compute what is at stake (docs/adr/0073). Time in which the engine's thread
+was ready and had no processor does not count: an answer that came meanwhile has not been read either. Nothing here
+waits.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.failures import CallFailure, FailureReason
@@ -39,6 +42,8 @@ RENEWALS_MAX: Final = 16
 """Renewals at a time: when many answers are old, the engine goes through its whole queue in one step."""
 BUDGET_SHARE: Final = 0.1
 """Part of the time to compute a prompt that a request may lose to a daemon that does not answer."""
+STARVED_TIMES: Final = 2.0
+"""How many times its budget a request waits at most, where the engine's own thread is kept from running."""
 TIMEOUT_SECONDS_MORE: Final = 1.0
 """Of a lookup: an answer after the budget still serves a request that has to queue."""
 _ASK_SHARE: Final = 0.1
@@ -46,8 +51,21 @@ _ASK_SHARE: Final = 0.1
 COPY_SHARE: Final = 0.25
 """Part of `load_timeout_seconds` for the copies of the ranks. In the rest the daemon has everything in RAM."""
 
+_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
+
 Answer = tuple[int | None, bool]
 """To vLLM: tokens that can be loaded beyond the local ones (None: ask again), and whether the load is asynchronous."""
+
+
+def starved_seconds() -> float:
+    """Return how long this thread has been ready without a processor; 0 where the kernel does not say.
+
+    Source: the second number of /proc/thread-self/schedstat, in ns (Documentation/scheduler/sched-stats.rst of Linux).
+    """
+    try:
+        return int(_SCHEDSTAT.read_bytes().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 class Offers:
@@ -71,6 +89,7 @@ class Offers:
         self._planner = planner
         self._settings = settings
         self._clock = clock
+        self._starved_seconds = starved_seconds
         self._counters = counters
         self._events = events
         self._prefill_rate = prefill_rate
@@ -103,8 +122,8 @@ class Offers:
         chunks = min(high // chunk_tokens, len(state.keys), KEYS_PER_CALL_MAX)
         budget_seconds = self._budget_seconds(high - (local_tokens or 0))
         lookup = Lookup(
-            self._clock(), self._namespaces.epoch_number, self._loads.step, budget_seconds, renewal, local_tokens,
-            local_matters=high < whole,
+            self._clock(), self._namespaces.epoch_number, self._loads.step, budget_seconds, self._starved_seconds(),
+            renewal, local_tokens, local_matters=high < whole,
         )  # fmt: skip
         state.lookup = lookup
         self._speculative.cancel(state.request_id)  # it was for the previous answer
@@ -214,10 +233,15 @@ class Offers:
                 return None, False
             return self._nothing(state, MissReason.NOT_READY if there else MissReason.UNREACHABLE)
         wait_seconds = lookup.wait_seconds if at_stake else min(lookup.wait_seconds, self._settings.lookup_min_seconds)
-        if now - lookup.asked_at < wait_seconds:
+        waited_seconds = now - lookup.asked_at
+        if waited_seconds < wait_seconds:
             return None, False
+        if waited_seconds < wait_seconds * STARVED_TIMES:
+            starved_seconds = self._starved_seconds() - lookup.starved_seconds
+            if waited_seconds - starved_seconds < wait_seconds:
+                return None, False
         self._counters["lookup_timeouts"] += not lookup.answered
-        state.waited_seconds = now - lookup.asked_at
+        state.waited_seconds = waited_seconds
         return self._nothing(state, MissReason.NOT_READY if lookup.answered else MissReason.TIMED_OUT)
 
     def _offer(self, state: RequestState, lookup: Lookup, local_tokens: int, now: float) -> Answer:
