@@ -74,6 +74,8 @@ class TierStatus:
     janitor: str = ""  # the node that counts and evicts; empty: unknown
     # Of RAM, and of disks:
     what_if: WhatIfStatus | None = None  # None: the daemon does not estimate it
+    # Of disks:
+    write_target_bytes: int = 0  # a day, that `write = "auto"` aims at; 0: no target
 
     @property
     def is_janitor(self) -> bool:

@@ -26,6 +26,7 @@ ALERTS = re.findall(r"- alert: (\w+)", RULES.read_text())
 ENTRY = ["Symptom", "Cause", "Effect", "Fix"]
 WITHOUT_THE_DAEMON = {
     "KVDepotDown", "KVDepotNoTarget", "KVDepotRestarts", "KVDepotEnginesUnreachable", "KVDepotHitRateFell",
+    "KVDepotDriveWrites",
 }  # fmt: skip
 """Alerts on what no daemon can say of itself."""
 NOT_OURS = ("up", "process_cpu_seconds_total", "vllm:time_to_first_token_seconds_bucket")

@@ -397,7 +397,8 @@ def test_a_status_comes_back_equal() -> None:
         daemon_version="1", pid=2, uptime_seconds=3.5, ready=True, reason="r", arena_id=2**64 - 1, run=4,
         tiers=(
             TierStatus(
-                "nvme", "disk", 1, 2, 3, 4, 5, 6, "ready", "why", "open", 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, "n", "o"
+                "nvme", "disk", 1, 2, 3, 4, 5, 6, "ready", "why", "open", 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, "n", "o",
+                write_target_bytes=17,
             ),
         ),
         sessions=(SessionStatus("e", 2, 1, True, 10, 5, 3, 4, (7, 8)),),

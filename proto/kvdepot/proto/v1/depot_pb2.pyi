@@ -952,6 +952,7 @@ class TierStatus(google.protobuf.message.Message):
     PINNED_BYTES_FIELD_NUMBER: builtins.int
     PENDING_CHECKSUMS_FIELD_NUMBER: builtins.int
     WHAT_IF_FIELD_NUMBER: builtins.int
+    WRITE_TARGET_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: builtins.str
     capacity_bytes: builtins.int
@@ -978,6 +979,8 @@ class TierStatus(google.protobuf.message.Message):
     """Of RAM."""
     pinned_bytes: builtins.int
     pending_checksums: builtins.int
+    write_target_bytes: builtins.int
+    """Of disks: bytes a day that `write = "auto"` aims at. 0: no target."""
     @property
     def what_if(self) -> global___WhatIf:
         """Of RAM and of disks. Absent: there is none."""
@@ -1009,9 +1012,10 @@ class TierStatus(google.protobuf.message.Message):
         pinned_bytes: builtins.int = ...,
         pending_checksums: builtins.int = ...,
         what_if: global___WhatIf | None = ...,
+        write_target_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["what_if", b"what_if"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pending_checksums", b"pending_checksums", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "what_if", b"what_if", "written_today_bytes", b"written_today_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pending_checksums", b"pending_checksums", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "what_if", b"what_if", "write_target_bytes", b"write_target_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
 
 global___TierStatus = TierStatus
 

@@ -63,6 +63,11 @@ TIERS: Final = (
     tier_gauge("written_today_bytes", "Bytes written since midnight UTC.", kinds=LOWER),
     tier_gauge("quarantined_bytes", "Bytes in quarantine.", kinds=LOWER),
     tier_gauge(
+        "write_target_bytes",
+        'Bytes a day that `write = "auto"` aims at: `drive_writes_per_day` times the capacity. 0: no target.',
+        kinds=(DISK,),
+    ),
+    tier_gauge(
         "janitor",
         "1 while this daemon's node is the janitor of a shared tier.",
         lambda tier: tier.is_janitor,

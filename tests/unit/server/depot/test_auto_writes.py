@@ -101,6 +101,13 @@ def test_the_target_bounds_what_is_written() -> None:
     assert first < rig.counter("tier_written_bytes.memory/") <= first + day_bytes / 4 + 4 * OBJECT_BYTES
 
 
+@pytest.mark.parametrize(("write", "shown"), [(WritePolicy.AUTO, 4096), (WritePolicy.SECOND_USE, 0)])
+def test_status_has_the_target_of_the_policy_that_aims_at_it(write: WritePolicy, shown: int) -> None:
+    rig = small_ram(TierConfig(write, write_bytes_per_day=4096))
+    (tier,) = rig.depot.status().lower_tiers
+    assert tier.write_target_bytes == shown
+
+
 def test_a_chunk_on_its_way_is_judged_once() -> None:
     rig = small_ram()
     client = rig.attach()

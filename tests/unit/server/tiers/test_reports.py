@@ -57,6 +57,14 @@ def test_gauges_say_that_a_tier_is_degraded_and_its_path_out_of_use() -> None:
     assert 'kvdepot_tier_queued_objects{tier="nvme"} 3.0' in lines
 
 
+@pytest.mark.requirement("P10")
+def test_only_disks_have_a_target_of_writes() -> None:
+    disk, shared = replace(NVME, write_target_bytes=8 << 30), replace(NVME, name="pool", kind="shared")
+    lines = exposition(lambda: status(RAM, disk, shared))().decode().splitlines()
+    targets = [line for line in lines if line.startswith("kvdepot_tier_write_target_bytes{")]
+    assert targets == ['kvdepot_tier_write_target_bytes{tier="nvme"} 8.589934592e+09']
+
+
 @pytest.mark.requirement("T3")
 def test_status_and_metrics_say_which_node_is_the_janitor() -> None:
     pool = TierStatus("pool", "shared", 1 << 40, state="ready", breaker="closed", node="n1", janitor="n1")

@@ -120,6 +120,7 @@ class Tiering:
             objects=tier.objects,  # that this daemon knows of
             queued_objects=own.queued_objects + len(queue),
             queued_bytes=own.queued_bytes + queue.waiting_bytes,
+            write_target_bytes=int(tier.config.write_bytes_per_day) if tier.config.write is WritePolicy.AUTO else 0,
         )
 
     # What is written when
