@@ -80,17 +80,19 @@ def _peers(packed: str, arena: ArenaPages | None) -> Callable[[str], Context]:
     from kvdepot.server.io.peer_client import Peer  # TLS, which other workers never need
     from kvdepot.server.io.peer_wire import Lane, PeerSettings
 
-    settings, view = PeerSettings.unpack(packed), arena.view if arena else None
+    settings = PeerSettings.unpack(packed)
     nixl: NixlLink | None = None
     why = ""
-    if settings.lane is Lane.NIXL and view is not None:
+    if settings.lane is Lane.NIXL and arena is not None:
         from kvdepot.server.io.nixl_agent import NixlError, ReadingAgent
 
         try:
-            nixl = ReadingAgent(view, settings.timeout_seconds)
+            nixl = ReadingAgent(arena.view, settings.timeout_seconds)
         except NixlError as error:
             why = str(error)[:_WHY_CHARACTERS_MAX]
-    return lambda directory: Context(directory, view, peer=Peer(settings, why), nixl=nixl)
+    if arena is None:
+        return lambda directory: Context(directory, peer=Peer(settings, why))
+    return lambda directory: Context(directory, arena.view, arena.present, peer=Peer(settings, why), nixl=nixl)
 
 
 class Entrance:
