@@ -46,6 +46,8 @@ OBJECT_BYTES: Final = 4 << 20
 CONNECTIONS: Final = (1, 2, 4)
 AIMS: Final = {"stream": 0.85, "nixl": 0.9}
 _FULL: Final = 0.85
+_ROOM: Final = 1.3
+"""RAM of the source by what it has to hold: for the high watermark, and what its processes take."""
 _PORT: Final = 7448
 _SOURCES: Final = (b"kvdepot.server.io.peer_server", b"kvdepot.server.io.nixl_lender")
 _WORKER: Final = b"kvdepot.server.io.worker"
@@ -155,17 +157,25 @@ class Peers:
 
 
 @contextmanager
-def peers(cable: Cable, tls: str, objects: int, workers: int, *, nixl: bool) -> Iterator[Peers]:
-    """Start both daemons."""
+def peers(cable: Cable, tls: str, objects: int, rounds: int, workers: int, *, nixl: bool) -> Iterator[Peers]:
+    """Start both daemons.
+
+    The source has room for all that the reader has until its RAM is full, and for the rounds. Otherwise it would evict
+    what nobody has read yet, and a load would miss.
+    """
     with ExitStack() as stack:
-        ram = f"{objects * OBJECT_BYTES * 2 // (1 << 20) + 512}MiB"
+        round_bytes = objects * OBJECT_BYTES
+        ram_bytes = 2 * round_bytes + (512 << 20)
+        source_bytes = int((ram_bytes + (rounds + 1) * round_bytes) * _ROOM)
         listen = f'[daemon]\nlisten_peers = "tcp://{cable.address(SOURCE)}:{_PORT}"\n{LENDING if nixl else ""}{tls}'
         tier = (
             f'{tls}[[tier]]\nname = "peer"\nkind = "peer"\nurl = "tcp://{cable.address(SOURCE)}:{_PORT}"\n'
             f'capacity = "1GiB"\ndeadline = "60s"\nio_workers = {workers}\n{BORROWING if nixl else ""}'
         )
-        source = stack.enter_context(DaemonProcess(ram=ram, config=listen, program=cable.program(SOURCE)))
-        reader = stack.enter_context(DaemonProcess(ram=ram, config=tier, program=cable.program(READER)))
+        source = stack.enter_context(
+            DaemonProcess(ram=f"{source_bytes}B", config=listen, program=cable.program(SOURCE))
+        )
+        reader = stack.enter_context(DaemonProcess(ram=f"{ram_bytes}B", config=tier, program=cable.program(READER)))
         wait_until(lambda: status_of(reader.socket).tiers[1].state == "ready", "the peer is ready")
         if nixl:
             source.wait_for_log("RAM is lent over NIXL")
@@ -195,7 +205,7 @@ def measure(cable: Cable, folder: Path, objects: int, rounds: int, workers: int,
             speeds[count].append(speed)
         return max(found.values(), key=lambda one: one.bytes_per_second)
 
-    with peers(cable, tls, objects, workers, nixl=nixl) as both:
+    with peers(cable, tls, objects, rounds, workers, nixl=nixl) as both:
         while not both.wrapped():
             both.measure()  # so that workers have touched all of the arena: the first time costs a fault for each page
         before = bare_round()
