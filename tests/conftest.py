@@ -25,6 +25,7 @@ from kvdepot.server.platform.guard import Guard
 from kvdepot.server.storage.base import UnknownWorker
 
 from tests.fakes.fuse_directory import FuseDirectory
+from tests.rigs import forked_program
 from tests.rigs.forked_workers import command_of
 from tests.rigs.patience import Deadline
 from tests.rigs.seeds import RUN_SEED
@@ -127,6 +128,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 
     vLLM's plugin sets the endpoint in the environment, for the processes of its engine.
     """
+    forked_program.look_at_environment()
     before = _own_environment()
     try:
         return (yield)

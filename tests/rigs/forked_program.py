@@ -71,15 +71,22 @@ def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_LATE)}
 
 
-_ENVIRONMENT: Final = _at_import(os.environ)
-"""Of all servers: that of no test, also if a test that changes it is the first one to need a server."""
+_environment: dict[str, str] = {}
+"""Of this process's servers: that of no test, also where a test that changes it is the first one to need a server."""
+
+
+def look_at_environment() -> None:
+    """Take it over for the servers, if there is none yet. Called between tests: what they import may change it, too."""
+    if not any(process == os.getpid() for process, _, _ in _servers):
+        _environment.clear()
+        _environment.update(_at_import(os.environ))
 
 
 def _server(program: str, number: int) -> ForkingProcess:
     place = (os.getpid(), program, number)  # a fork of this process has servers of its own
     if place not in _servers or not _servers[place].serves:
         late = {name: value for name, value in os.environ.items() if name.startswith(_LATE)}
-        environment = _ENVIRONMENT | late | ONE_THREAD
+        environment = _environment | late | ONE_THREAD
         server = ForkingProcess("tests.rigs.forked_program", environment, [program], Path.cwd())
         atexit.register(server.close)
         _servers[place] = server
@@ -97,7 +104,9 @@ def start(
 
     Copies of servers with other numbers have other seeds of `hash()`.
     """
-    if _at_import(environment) != _ENVIRONMENT:
+    if not _environment:
+        look_at_environment()
+    if _at_import(environment) != _environment:
         return None
     server = _server(program, server_number)
     command = [sys.executable, "-m", program, *arguments]
