@@ -24,6 +24,7 @@ from tests.chaos.models import FLEETS
 from tests.chaos.plan import Phase, phases
 from tests.chaos.watch import Watch, accounts, contents, degraded, owed
 from tests.rigs.daemon_process import ARENA_FILES
+from tests.rigs.disk_daemon import differences
 from tests.rigs.patience import patience
 
 DRAIN_SECONDS: Final = 60.0
@@ -290,8 +291,7 @@ class Harness:
         self._check()
 
     def _stop(self, depot: Depot) -> None:
-        tier = depot.tier()
-        failed = depot.status().counters.get(f"tier_writes.{tier.name}/{IoOutcome.IO_ERROR.name.lower()}", 0.0)
+        tier, counters = depot.tier(), depot.status().counters
         self._must_be(depot.stop())
         verdict = depot.fsck()
         if isinstance(verdict, str):
@@ -299,13 +299,11 @@ class Harness:
         self._must_be(unexplained(verdict, depot.damages))
         damaged = Counter({str(k): n for k, n in verdict.outcomes.items() if k is not IoOutcome.OK and n})
         self.outcome.damaged += damaged
-        lies = (len(verdict.index.puts), sum(put.medium_bytes for put in verdict.index.puts))
         # What we have damaged, the scrubber may find while it stops.
+        lies = (len(verdict.index.puts), sum(put.medium_bytes for put in verdict.index.puts))
         fewer = bool(depot.damages) and lies[0] <= tier.objects and lies[1] <= tier.used_bytes
-        # A place where a write failed counts as used until the tier closes (`Space.shun`).
-        shunned = failed and lies[0] == tier.objects and 0 < tier.used_bytes - lies[1] <= tier.capacity_bytes / 64
-        if lies != (tier.objects, tier.used_bytes) and not damaged and not fewer and not shunned:
-            raise ViolationError(f"I4: {lies} objects and bytes on the medium, {tier} before the stop")
+        if not damaged and not fewer:
+            self._must_be(differences(verdict, tier, counters))
         if depot.daemon.arena_files != ARENA_FILES:
             raise ViolationError(f"T7: left in memory: {depot.daemon.arena_files}")
         self._event(f"stopped; on the medium {lies[0]} objects, whole but for {dict(damaged) or 'nothing'}")

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from kvdepot.server.storage.base import IoOutcome
 
-from tests.rigs.disk_daemon import TIER, DiskDaemon, indexed, sampled
+from tests.rigs.disk_daemon import TIER, DiskDaemon, differences, indexed, sampled
 from tests.rigs.disk_load import DiskLoad, serve_all
 from tests.rigs.known_objects import KnownEngine, dense, hybrid
 from tests.rigs.patience import Deadline, wait_until
@@ -120,8 +120,7 @@ def _check_end(world: DiskDaemon) -> None:
     assert world.daemon.stop() == 0
     verdict = world.fsck()
     assert verdict.whole, verdict.index.notes
-    assert len(verdict.index.puts) == tier.objects
-    assert sum(put.medium_bytes for put in verdict.index.puts) == tier.used_bytes
+    assert not differences(verdict, tier, status.counters)
     assert indexed(verdict) == world.events.follow().live
 
 

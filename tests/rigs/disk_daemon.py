@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Self
 
@@ -18,6 +18,7 @@ from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.core.units import parse_size_bytes
 from kvdepot.server.offline.fsck import Verdict, check_store
 from kvdepot.server.offline.store_files import OfflineRefusalError
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
@@ -192,6 +193,20 @@ probe_every = "200ms"
 def indexed(verdict: Verdict) -> dict[int, tuple[str, str]]:
     """As `Events.live`."""
     return {put.sequence: (put.name.key.hex(), Kind(put.name.kind).name.lower()) for put in verdict.index.puts}
+
+
+def differences(verdict: Verdict, tier: TierStatus, counters: Mapping[str, float]) -> str:
+    """Say how what lies on the medium differs from what the tier counted before it stopped; empty if it does not.
+
+    A place where a write failed counts as used until the tier closes (`Space.shun`), also if two workers were killed
+    over it.
+    """
+    objects, used_bytes = len(verdict.index.puts), sum(put.medium_bytes for put in verdict.index.puts)
+    failed = counters.get(f"tier_writes.{tier.name}/{IoOutcome.IO_ERROR}", 0.0)
+    shunned_bytes_max = tier.capacity_bytes // 64 if failed else 0
+    if objects == tier.objects and 0 <= tier.used_bytes - used_bytes <= shunned_bytes_max:
+        return ""
+    return f"I4: {objects} objects and {used_bytes} bytes on the medium, {tier} before the stop"
 
 
 def medium_bytes(root: Path) -> int:
