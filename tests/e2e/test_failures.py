@@ -12,6 +12,7 @@ from kvdepot.core.report import DaemonStatus
 from demo.engine import Completion, Engine
 from demo.toys import prompt
 from tests.e2e.fleet import Fleet
+from tests.rigs.patience import wait_until
 
 ENGINES = ("dense",)
 REQUESTS = 20
@@ -75,11 +76,13 @@ def test_a_killed_daemon_disturbs_nobody_and_its_ram_is_served_again(
     check(engine.finish(begun), cold)
     engine.reset_prefix_cache()
     check(engine.generate(prompts[:3], OUTPUT_TOKENS), cold[:3])  # absent
+    endpoint = fleet.daemon.endpoint
+    # An outage that ends before the engine's next attempt, about a second later, is not logged.
+    wait_until(lambda: f"no daemon at {endpoint}: " in engine.log.read_text(), "the engine has tried to attach")
     fleet.daemon.start()
     fleet.wait_attached()
     hits_everywhere(fleet, engine, known)
     log = engine.log.read_text()
-    endpoint = fleet.daemon.endpoint
     for line in (f"attached to {endpoint} (kvdepotd ", f"no daemon at {endpoint}: ", f"at {endpoint} is back after "):
         assert f"kvdepot: {line}" in log or f"kvdepot: the daemon {line}" in log, line
 
