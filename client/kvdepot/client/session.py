@@ -111,6 +111,11 @@ class DepotSession:
         self._attachment.start()
 
     @property
+    def thread_id(self) -> int:
+        """Return the kernel's id of the thread that reads answers; 0 before it has started."""
+        return self._loop.thread_id
+
+    @property
     def attached(self) -> bool:
         """Attached, leases declared, and the daemon answers. Calls fail at once while it is False."""
         return self._state.attached

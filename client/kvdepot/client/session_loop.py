@@ -82,7 +82,7 @@ class LoopState:
 
 
 class SessionLoop:
-    """See the module. Public methods run on the loop's thread, except `post`, `start`, `end` and `join`."""
+    """See the module. Public methods run on the loop's thread, except those of "any thread"."""
 
     def __init__(
         self,
@@ -121,6 +121,11 @@ class SessionLoop:
         self._thread = threading.Thread(target=self._run, name="kvdepot-session", daemon=True)
 
     # --- any thread ---
+
+    @property
+    def thread_id(self) -> int:
+        """Return the kernel's id of the thread; 0 before it has started."""
+        return self._thread.native_id or 0
 
     def post(self, event: Callable[..., None], *arguments: Any) -> None:
         """Have the loop's thread run `event(*arguments)`. Never blocks."""

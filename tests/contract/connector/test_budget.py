@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import get_native_id
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ INSTANT = 1e-6
 
 
 class Clock:
-    """Of the connector, and of its thread. They stand still until the test moves them."""
+    """Of the connector, and of its threads. They stand still until the test moves them."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.now = 100.0
@@ -106,13 +107,13 @@ def test_time_without_a_processor_counts_only_after_twice_the_budget(
 
 def test_a_thread_that_has_no_processor_of_its_own_is_starved() -> None:
     other = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: pass"
-    mine, before = os.sched_getaffinity(0), starved_seconds()
-    cpu = min(mine)
+    mine, me = os.sched_getaffinity(0), get_native_id()
+    cpu, before = min(mine), starved_seconds(me)
     rivals = [subprocess.Popen([sys.executable, "-c", other % cpu]) for _ in range(2)]
     try:
         os.sched_setaffinity(0, {cpu})
         until = Deadline(60)
-        while starved_seconds() - before < 0.2:
+        while starved_seconds(me) - before < 0.2:
             assert not until.is_over()
     finally:
         os.sched_setaffinity(0, mine)
@@ -121,15 +122,26 @@ def test_a_thread_that_has_no_processor_of_its_own_is_starved() -> None:
             rival.wait()
 
 
-def test_a_kernel_that_does_not_say_how_long_counts_as_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_thread_of_which_the_kernel_does_not_say_how_long_counts_as_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(offers, "_SCHEDSTAT", str(tmp_path / "{}"))
+    (tmp_path / "3").write_text("123 2500000000 7\n")
     for text in (None, "", "1 x 2", "5"):
-        file = tmp_path / "schedstat"
         if text is not None:
-            file.write_text(text)
-        monkeypatch.setattr(offers, "_SCHEDSTAT", file)
-        assert starved_seconds() == 0.0
-    file.write_text("123 2500000000 7\n")
-    assert starved_seconds() == 2.5
+            (tmp_path / "1").write_text(text)
+        assert starved_seconds(1, 3) == 2.5
+
+
+def test_the_thread_that_reads_answers_is_one_that_may_be_starved(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = make(settings=DEFAULTS)
+    monkeypatch.setattr(offers, "_SCHEDSTAT", str(tmp_path / "{}"))
+    engine.session.thread_id = 3
+    (tmp_path / "3").write_text("1 2500000000 1\n")
+    (tmp_path / str(get_native_id())).write_text("1 500000000 1\n")
+    assert engine.side.offers._starved_seconds() == 3.0
 
 
 @pytest.mark.requirement("P5")

@@ -5,9 +5,9 @@
                             +--- renewal: too old, or the daemon lacked a fact ---+
 
 A lookup pins nothing. While it may still be answered, vLLM is told to ask again, for the *budget* of the request: a
-part of the time in which the engine would compute what is at stake (docs/adr/0073). Time in which the engine's thread
-was ready and had no processor does not count: an answer that came meanwhile has not been read either. Nothing here
-waits.
+part of the time in which the engine would compute what is at stake (docs/adr/0073). Time in which this thread, or the
+session's, was ready and had no processor does not count: an answer that came meanwhile has not been read either.
+Nothing here waits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import get_native_id
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.failures import CallFailure, FailureReason
@@ -43,7 +44,7 @@ RENEWALS_MAX: Final = 16
 BUDGET_SHARE: Final = 0.1
 """Part of the time to compute a prompt that a request may lose to a daemon that does not answer."""
 STARVED_TIMES: Final = 2.0
-"""How many times its budget a request waits at most, where the engine's own thread is kept from running."""
+"""How many times its budget a request waits at most, where the engine's own threads are kept from running."""
 TIMEOUT_SECONDS_MORE: Final = 1.0
 """Of a lookup: an answer after the budget still serves a request that has to queue."""
 _ASK_SHARE: Final = 0.1
@@ -51,19 +52,24 @@ _ASK_SHARE: Final = 0.1
 COPY_SHARE: Final = 0.25
 """Part of `load_timeout_seconds` for the copies of the ranks. In the rest the daemon has everything in RAM."""
 
-_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
+_SCHEDSTAT: Final = "/proc/self/task/{}/schedstat"
 
 Answer = tuple[int | None, bool]
 """To vLLM: tokens that can be loaded beyond the local ones (None: ask again), and whether the load is asynchronous."""
 
 
-def starved_seconds() -> float:
-    """Return how long this thread has been ready without a processor; 0 where the kernel does not say.
+def starved_seconds(*thread_ids: int) -> float:
+    """Return how long these threads of this process have been ready without a processor, all of them together.
 
-    Source: the second number of /proc/thread-self/schedstat, in ns (Documentation/scheduler/sched-stats.rst of Linux).
+    A thread counts as 0 where the kernel does not say. Source: the second number of schedstat, in ns
+    (Documentation/scheduler/sched-stats.rst of Linux).
     """
+    return sum(map(_starved_seconds, thread_ids))
+
+
+def _starved_seconds(thread_id: int) -> float:
     try:
-        return int(_SCHEDSTAT.read_bytes().split()[1]) * 1e-9
+        return int(Path(_SCHEDSTAT.format(thread_id)).read_bytes().split()[1]) * 1e-9
     except (OSError, IndexError, ValueError):
         return 0.0
 
@@ -89,7 +95,7 @@ class Offers:
         self._planner = planner
         self._settings = settings
         self._clock = clock
-        self._starved_seconds = starved_seconds
+        self._starved_seconds: Callable[[], float] = lambda: starved_seconds(get_native_id(), session.thread_id)
         self._counters = counters
         self._events = events
         self._prefill_rate = prefill_rate
