@@ -12,6 +12,7 @@ With `--lane nixl` objects come over NIXL, by TCP. A bare read over NIXL takes t
 
 `cpu_ratio` compares CPU time: those of the processes that send or lend and of the workers, against that of the two
 processes of the fastest bare transfer. On a machine that does other things as well it says more than speeds.
+`daemons_cpu_s_gb` is what both daemons take beside them, for a lookup's answer, leases and grants.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ _WORKER: Final = b"kvdepot.server.io.worker"
 class Speed:
     bytes_per_second: float
     cpu_seconds: float
+    daemons_cpu_seconds: float = 0.0
 
 
 class Bare:
@@ -125,35 +127,41 @@ class Peers:
             self._owner.commit(lease_id, len(keys[first : first + 8]))
         wait_until(lambda: not status_of(self._source.socket).tiers[0].pending_checksums, "all have checksums")
         wait_until(lambda: self._engine.locate(keys) == len(keys) * CHUNK_TOKENS, "all are found")
-        began, cpu_began = time.perf_counter(), self._cpu_seconds()
+        movers, daemons = self._movers(), (self._source.pid, self._reader.pid)
+        before = time.perf_counter(), _cpu_seconds(movers), _cpu_seconds(daemons)
         lease_id, outcome, extents = self._engine.acquire(keys)
-        seconds, cpu_seconds = time.perf_counter() - began, self._cpu_seconds() - cpu_began
+        after = time.perf_counter(), _cpu_seconds(movers), _cpu_seconds(daemons)
         if outcome is not AcquireOutcome.GRANTED:
             raise SystemExit(f"the objects were not loaded: {outcome.name}")
         for key, data in zip(keys, self._engine.read(extents, len(keys)), strict=True):
             if data != payload_of(key, OBJECT_BYTES):
                 raise SystemExit(f"wrong bytes in {key!r}")
         self._engine.release(lease_id)
-        return Speed(len(keys) * OBJECT_BYTES / seconds, cpu_seconds)
+        seconds, *cpu_seconds = (end - begin for begin, end in zip(before, after, strict=True))
+        return Speed(len(keys) * OBJECT_BYTES / seconds, *cpu_seconds)
 
     def wrapped(self) -> bool:
         """Return whether the reader's RAM is full, so that the next objects lie where others lay."""
         ram = status_of(self._reader.socket).tiers[0]
         return ram.used_bytes > _FULL * ram.ready_bytes
 
-    def _cpu_seconds(self) -> float:
-        """Return what the processes that move bytes have taken until now."""
+    def _movers(self) -> list[int]:
+        """Return the pids of the processes that move bytes."""
         pids = [pid for module in _SOURCES for pid in children(self._source.pid, module)]
-        pids += children(self._reader.pid, _WORKER)
-        ticks = 0
-        for pid in pids:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return pids + children(self._reader.pid, _WORKER)
 
     def close(self) -> None:
         self._owner.close()
         self._engine.close()
+
+
+def _cpu_seconds(pids: Iterable[int]) -> float:
+    """Return what the processes have taken until now."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -221,6 +229,7 @@ def measure(cable: Cable, folder: Path, objects: int, rounds: int, workers: int,
     for count, found in speeds.items():
         report.figure(f"{bare_lane}_{count}_gb_s", _gb_s(found), "GB/s")
     report.figure(f"{lane}_cpu_s_gb", median([one.cpu_seconds for one in peer]) / total * 1e9, "s/GB")
+    report.figure("daemons_cpu_s_gb", median([one.daemons_cpu_seconds for one in peer]) / total * 1e9, "s/GB")
     for count, found in speeds.items():
         report.figure(f"{bare_lane}_{count}_cpu_s_gb", median([one.cpu_seconds for one in found]) / total * 1e9, "s/GB")
     report.note("ratios", [round(one, 3) for one in ratios])
