@@ -88,7 +88,7 @@ def _bucket_rows(build: Path, reference: Tokens, say: Say) -> list[Row]:
             demo.fill_bucket()
         say("that node is gone; starting kvdepotd on a new one")
         peers = Peers.make(Path(folder))
-        with Daemon(configuration + peers.tls, peers=peers.url) as second:
+        with Daemon(configuration + peers.tls, of_daemon=peers.listen) as second:
             with _on(second, build, "kvdepotd-new-node", say, reference) as demo:
                 demo.load_from_bucket()
                 rows = demo.rows

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -49,15 +49,18 @@ class Daemon:
     """
 
     def __init__(
-        self, configuration: str | None = None, patience: Callable[[], float] = lambda: 1.0, peers: str = ""
-    ) -> None:
+        self, configuration: str | None = None, patience: Callable[[], float] = lambda: 1.0, *, of_daemon: str = "",
+        program: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """Make its folders.
 
         Args:
             patience: how many times as long as usual things may take now, asked again and again during each wait.
-            peers: where it listens for peers, beside a configuration.
+            of_daemon: TOML of the `[daemon]` table, beside a configuration.
+            program: what runs it instead of `kvdepotd`, before its arguments.
         """
         self._patience = patience
+        self._program = program or (str(Path(sys.executable).parent / "kvdepotd"),)
         self.directory = Path(tempfile.mkdtemp(prefix="kvd-"))
         self.memory = Path(tempfile.mkdtemp(prefix="kvd-", dir="/dev/shm"))
         self.log = self.directory / "kvdepotd.log"
@@ -66,9 +69,8 @@ class Daemon:
         self._arguments: list[str] = []
         if configuration is not None:
             file = self.directory / "kvdepot.toml"
-            listen_peers = f'listen_peers = "{peers}"\n' if peers else ""
             file.write_text(
-                f'[daemon]\nlisten = ["{self.endpoint}"]\nmetrics = "127.0.0.1:0"\n{listen_peers}'
+                f'[daemon]\nlisten = ["{self.endpoint}"]\nmetrics = "127.0.0.1:0"\n{of_daemon}'
                 f'[ram]\npath = "{self.memory}"\n{configuration}'
             )
             self._arguments = [str(file)]
@@ -98,7 +100,7 @@ class Daemon:
         assert self._process is None
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(Path(sys.executable).parent / "kvdepotd"), "serve", *self._arguments],
+                [*self._program, "serve", *self._arguments],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,
                 env=os.environ | {"XDG_RUNTIME_DIR": str(self.directory), "XDG_CACHE_HOME": str(self.directory)},
             )  # fmt: skip

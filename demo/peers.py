@@ -33,10 +33,15 @@ deadline = "10s"
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """`url`: where the first node listens. `tls` is TOML of both nodes, `tier` of the second one."""
+    """`url`: where the first node listens. `tls` is TOML of both nodes, `listen` of the first, `tier` of the second."""
 
     url: str
     tls: str
+
+    @property
+    def listen(self) -> str:
+        """Return lines of the table `[daemon]`."""
+        return f'listen_peers = "{self.url}"\n'
 
     @property
     def tier(self) -> str:

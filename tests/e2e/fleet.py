@@ -105,9 +105,11 @@ def _wait_ready(engine: Engine, launched: Future[Any]) -> None:
 class Fleet:
     """`engine(name)` gives a running engine with an empty cache, attached to a running, idle daemon."""
 
-    def __init__(self, directory: Path, models: Path, tiers: str = "", peers: str = "") -> None:
-        """`tiers`: TOML behind the RAM tier's. `peers`: where the daemon listens for peers."""
-        self.daemon = Daemon(CONFIGURATION + tiers, patience, peers)
+    def __init__(
+        self, directory: Path, models: Path, tiers: str = "", *, of_daemon: str = "", program: Sequence[str] = ()
+    ) -> None:
+        """`tiers`: TOML behind the RAM tier's. `of_daemon`, `program`: as `Daemon` has them."""
+        self.daemon = Daemon(CONFIGURATION + tiers, patience, of_daemon=of_daemon, program=program)
         self.directory = directory
         self.models = models
         self._options: dict[str, EngineOptions] = {}

@@ -109,7 +109,8 @@ def pair(
             )  # fmt: skip
             node = folder / f"node-{number}"
             node.mkdir()
-            fleet = stack.enter_context(Fleet(node, ROOT / "build" / "toys", tiers, own))
+            listen = f'listen_peers = "{own}"\n'
+            fleet = stack.enter_context(Fleet(node, ROOT / "build" / "toys", tiers, of_daemon=listen))
             # Of a hybrid, a checkpoint at each chunk: what is generated has some too.
             fine = {"prefix_cache_retention_interval": toy.chunk_tokens, "max_num_batched_tokens": toy.chunk_tokens}
             fleet.define(toy.name, toy, fine if toy is HYBRID else {"block_size": 32})

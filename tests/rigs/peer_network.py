@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -31,8 +32,7 @@ class PeerNetwork(Fleet):
 
         `lends`: over NIXL, too.
         """
-        listen = f'[daemon]\nlisten_peers = "tcp://{self.network.address(node)}:{PORT}"\n{LENDING if lends else ""}'
-        return self._at(node, f"{listen}{self.tls()}{more}", ram, cpus)
+        return self._at(node, f"[daemon]\n{self.listening(node, lends=lends)}{self.tls()}{more}", ram, cpus)
 
     def reader_at(
         self, node: int, *sources: int, deadline: str = "2s", ram: str = RAM, cpus: Iterable[int] = (),
@@ -42,15 +42,30 @@ class PeerNetwork(Fleet):
 
         `borrows`: over NIXL.
         """
-        tiers = "".join(
-            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "tcp://{self.network.address(source)}:{PORT}"\n'
-            f'capacity = "64MiB"\ndeadline = "{deadline}"\n{BORROWING if borrows else ""}'
-            for number, source in enumerate(sources)
-        )
+        tiers = self.tiers(*sources, deadline=deadline, borrows=borrows)
         ram = NIXL_RAM if borrows else ram
         daemon = self._at(node, f"{self.tls()}{tiers}[breaker]\n{breaker}{more}", ram, cpus)
         wait_until(lambda: self.ready(daemon, len(sources)), "all its tiers are ready")
         return daemon
+
+    def program(self, node: int) -> tuple[str, ...]:
+        """Return what runs a daemon in a node, for `demo.daemon.Daemon`.
+
+        By TCP alone: else UCX would find out that all nodes are on one host, and use no network.
+        """
+        return ("env", "UCX_TLS=tcp", sys.executable, "-m", *self.network.program(node))
+
+    def listening(self, node: int, *, lends: bool) -> str:
+        """Return lines of the table `[daemon]` of a source."""
+        return f'listen_peers = "tcp://{self.network.address(node)}:{PORT}"\n{LENDING if lends else ""}'
+
+    def tiers(self, *sources: int, deadline: str, borrows: bool) -> str:
+        """Return the tables of a reader's tiers, one for each of these nodes."""
+        return "".join(
+            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "tcp://{self.network.address(source)}:{PORT}"\n'
+            f'capacity = "64MiB"\ndeadline = "{deadline}"\n{BORROWING if borrows else ""}'
+            for number, source in enumerate(sources)
+        )
 
     @staticmethod
     def ready(daemon: DaemonProcess, tiers: int) -> bool:
