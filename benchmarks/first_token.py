@@ -6,29 +6,42 @@ turns, and what they are compared by is the median of each prompt's own ratios; 
 more in a row, each request right behind the one before, where no process has gone to sleep. For the disk the
 daemon starts again without its arena; each prompt is read once. With `--busy N` also beside N
 requests that decode, where each step that a load needs is one of theirs.
+
+With `--peer LANE` also from the RAM of another node, as root (`benchmarks.peer_nodes`). A prompt that the node does not
+have is loaded from its peer, then from RAM. The limit is 1.5 of RAM and what a bare socket takes over the same wire for
+as many bytes.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
 
+from benchmarks.peer_nodes import PeerNodes, peer_nodes
 from benchmarks.report import Report, arguments
 from demo.daemon import Daemon
 from demo.engine import LOAD_ALWAYS, ROOT, Engine, EngineOptions, depot_connector
 from demo.scenarios import await_lookups
 from demo.toys import DENSE, HYBRID, Toy, make_toy, prompt
+from tests.rigs.network import NetworkError
 
 CHUNKS = (1, 2, 4, 8, 12, 18)
 TAIL_TOKENS = 10
 TOYS = {toy.name: toy for toy in (HYBRID, DENSE)}
 RATIO_MAX = 1.3
+PEER_BY_RAM_MAX = 1.5
+WIRE_TRIES = 3
+LANES = ("stream", "nixl")
 LONG_TOKENS = 3000
 """From here on a prompt counts as long: below it, a hit saves little of a few milliseconds."""
 DISK = 1  # of the daemon's tiers; 0 is RAM
@@ -56,6 +69,24 @@ Ratios = dict[int, list[float]]
 """RAM by local, by prompt tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class PeerLoad:
+    """One prompt. `wire_seconds`: of a bare socket, for as many bytes as the load."""
+
+    peer_seconds: float
+    ram_seconds: float
+    wire_seconds: float
+    loaded_bytes: int
+
+    @property
+    def by_limit(self) -> float:
+        return self.peer_seconds / (PEER_BY_RAM_MAX * self.ram_seconds + self.wire_seconds)
+
+
+PeerLoads = dict[int, list[PeerLoad]]
+"""By prompt tokens."""
+
+
 class Run:
     """One engine's prompts: `rounds` of each length."""
 
@@ -76,16 +107,14 @@ class Run:
         for ids in self._prompts:
             self._ask("cold", ids)
             for _ in range(repeats):
-                self._daemon.settle()
-                self._engine.reset_prefix_cache()
+                self._forget()
                 ram = self._ask("ram", ids)
                 self._daemon.settle()
                 self.ratios[len(ids)].append(ram / self._ask("local", ids))
 
     def in_a_row(self, repeats: int) -> None:
         for _ in range(repeats):
-            self._daemon.settle()
-            self._engine.reset_prefix_cache()
+            self._forget()
             ram, local = ([self._asked(source, ids) for ids in self._prompts] for source in ("ram", "local"))
             for ids, slower, faster in zip(self._prompts, ram, local, strict=True):
                 self.ratios_in_a_row[len(ids)].append(slower / faster)
@@ -94,6 +123,34 @@ class Run:
         self._engine.reset_prefix_cache()
         for ids in self._prompts:
             self._ask("disk", ids)
+
+    def store(self) -> None:
+        """Compute all prompts, until another node can load them."""
+        for ids in self._prompts:
+            self._ask("cold", ids)
+        self._daemon.settle(summed=True)
+
+    def from_peer(self, nodes: PeerNodes, repeats: int) -> PeerLoads:
+        """Load each prompt once from the peer, and `repeats` times from RAM."""
+        loads: PeerLoads = defaultdict(list)
+        for ids in self._prompts:
+            self._forget()
+            before = nodes.loaded_bytes()
+            peer = self._asked("peer", ids)
+            loaded = nodes.loaded_bytes() - before
+            if not loaded:
+                raise SystemExit(f"nothing came over {nodes.lane}:\n{self._daemon.log_tail()}")
+            wire = statistics.median(nodes.wire.seconds(loaded) for _ in range(WIRE_TRIES))
+            ram = []
+            for _ in range(repeats):
+                self._forget()
+                ram.append(self._asked("ram", ids))
+            loads[len(ids)].append(PeerLoad(peer, statistics.median(ram), wire, loaded))
+        return loads
+
+    def _forget(self) -> None:
+        self._daemon.settle()
+        self._engine.reset_prefix_cache()
 
     def _ask(self, source: str, ids: Sequence[int]) -> float:
         seconds = self._asked(source, ids)
@@ -131,30 +188,61 @@ def beside(engine: Engine, daemon: Daemon, toy: Toy, requests: int, report: Repo
     engine.finish(decoding)
 
 
-def measure(toy: Toy, rounds: int, repeats: int, busy: int, report: Report, directory: Path) -> Run:
+@contextmanager
+def engine_of(toy: Toy, daemon: Daemon, log: Path) -> Iterator[Engine]:
+    """Start an engine that asks this daemon."""
     model = make_toy(toy, ROOT / "build" / "toys")
-    with Daemon(DAEMON.format(path=directory / f"disk-{toy.name}")) as daemon:
-        options = EngineOptions(
-            toy, model, depot_connector(daemon.endpoint, **CONNECTOR), {"kv_cache_memory_bytes": POOL_BYTES}
-        )
-        with Engine(options, directory / f"{toy.name}.log") as engine:
-            daemon.wait_attached(1)
-            await_lookups(engine, daemon)
-            run = Run(toy, engine, daemon, rounds)
-            run.cold_local_and_ram(repeats)
-            run.in_a_row(repeats)
-            daemon.wait(lambda status: not status.tiers[DISK].queued_objects, 120, "done writing to disk")
-            daemon.settle()
-            if busy:
-                beside(engine, daemon, toy, busy, report)
-            daemon.stop()
-            daemon.arena.unlink()
-            daemon.start()
-            daemon.wait(lambda status: status.tiers[DISK].state == "ready", 60, "back on its disk")
-            daemon.wait_attached(1)
-            await_lookups(engine, daemon)
-            run.from_disk()
+    connector = depot_connector(daemon.endpoint, **CONNECTOR)
+    with Engine(EngineOptions(toy, model, connector, {"kv_cache_memory_bytes": POOL_BYTES}), log) as engine:
+        daemon.wait_attached(1)
+        await_lookups(engine, daemon)
+        yield engine
+
+
+def measure(toy: Toy, rounds: int, repeats: int, busy: int, report: Report, directory: Path) -> Run:
+    with (
+        Daemon(DAEMON.format(path=directory / f"disk-{toy.name}")) as daemon,
+        engine_of(toy, daemon, directory / f"{toy.name}.log") as engine,
+    ):
+        run = Run(toy, engine, daemon, rounds)
+        run.cold_local_and_ram(repeats)
+        run.in_a_row(repeats)
+        daemon.wait(lambda status: not status.tiers[DISK].queued_objects, 120, "done writing to disk")
+        daemon.settle()
+        if busy:
+            beside(engine, daemon, toy, busy, report)
+        daemon.stop()
+        daemon.arena.unlink()
+        daemon.start()
+        daemon.wait(lambda status: status.tiers[DISK].state == "ready", 60, "back on its disk")
+        daemon.wait_attached(1)
+        await_lookups(engine, daemon)
+        run.from_disk()
     return run
+
+
+def measure_peer(toy: Toy, lane: str, rounds: int, repeats: int, directory: Path) -> PeerLoads:
+    """One engine after the other: that of the source has ended when that of the reader starts."""
+    with peer_nodes(directory, lane) as nodes:
+        with engine_of(toy, nodes.source, directory / f"{toy.name}-{lane}-source.log") as engine:
+            Run(toy, engine, nodes.source, rounds).store()
+        with engine_of(toy, nodes.reader, directory / f"{toy.name}-{lane}-reader.log") as engine:
+            return Run(toy, engine, nodes.reader, rounds).from_peer(nodes, repeats)
+
+
+def tabulate_peer(toy: Toy, lane: str, loads: PeerLoads, report: Report) -> None:
+    print(f"\n{toy.name}, from a peer over {lane}: median milliseconds to the first token, and by the limit")
+    print("".join(f"{title:>10}" for title in ("tokens", "MiB", "ram", "wire", "peer", "by limit")))
+    shares = []
+    for tokens, found in sorted(loads.items()):
+        ram = 1000 * statistics.median(one.ram_seconds for one in found)
+        wire = 1000 * statistics.median(one.wire_seconds for one in found)
+        peer = 1000 * statistics.median(one.peer_seconds for one in found)
+        shares.append(statistics.median(one.by_limit for one in found))
+        mib = found[0].loaded_bytes / (1 << 20)
+        print(f"{tokens:>10}{mib:>10.1f}{ram:>10.1f}{wire:>10.1f}{peer:>10.1f}{shares[-1]:>10.2f}")
+        report.figure(f"{toy.name}_{lane}_{tokens}_ms", peer, "ms")
+    report.figure(f"{toy.name}_{lane}_by_limit", max(shares), "", at_most=1.0)
 
 
 def tabulate(toy: Toy, run: Run, report: Report) -> None:
@@ -195,18 +283,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="turns of RAM and local a prompt (default %(default)s)")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="also beside N requests that decode")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw the curves there")
+    parser.add_argument("--peer", nargs="+", choices=LANES, default=[], help="also from a peer, over these lanes")
+    parser.add_argument("--only-peer", action="store_true", help="nothing but `--peer`")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="kvd-first-token-"))
     report = Report("first_token: by where the prefix is")
     runs = {
         name: measure(TOYS[name], options.rounds, options.repeats, options.busy, report, directory)
-        for name in options.models
+        for name in ([] if options.only_peer else options.models)
     }
     for name, run in runs.items():
         tabulate(TOYS[name], run, report)
+    try:
+        for name, lane in itertools.product(options.models, options.peer):
+            loads = measure_peer(TOYS[name], lane, options.rounds, options.repeats, directory)
+            tabulate_peer(TOYS[name], lane, loads, report)
+    except NetworkError as error:
+        raise SystemExit(f"no network namespaces: {error}") from error
     report.note("prompts", f"{options.rounds} of each length, RAM and local {options.repeats} times each")
+    report.note("load", round(os.getloadavg()[0], 1))
     report.finish(options.json)
-    if options.plot:
+    if options.plot and runs:
         plot(runs, options.plot)
 
 
