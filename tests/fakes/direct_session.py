@@ -147,7 +147,7 @@ class DirectSession:
         self.specs: list[NamespaceSpec] = []
         self.started = self.closed = self.waited_for = False
         self.computed = 0  # requests because of an outage
-        self.thread_id = 0  # it has no thread
+        self.threads = 0, 0  # it has none
 
     def start(self) -> None:
         """The daemon takes back what a session's first call does not declare."""

@@ -111,9 +111,12 @@ class DepotSession:
         self._attachment.start()
 
     @property
-    def thread_id(self) -> int:
-        """Return the kernel's id of the thread that reads answers; 0 before it has started."""
-        return self._loop.thread_id
+    def threads(self) -> tuple[int, int]:
+        """Return the kernel's ids of the threads that an answer comes from: the session's, and the daemon's loop.
+
+        0 for one that is not there, or not seen here.
+        """
+        return self._loop.threads
 
     @property
     def attached(self) -> bool:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdepot.client.backoff import Backoff
 from kvdepot.client.calls import RETRY_FIRST_SECONDS, EngineCalls
+from kvdepot.client.credentials import peer_credentials
 from kvdepot.client.daemon_log import DaemonLog
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.inbox import Inbox
@@ -70,6 +71,7 @@ class LoopState:
     """What other threads may read without a lock, and a moment late."""
 
     attached: bool = False
+    daemon_pid: int = 0  # 0: no daemon, or one in a namespace of pids that is not seen here
     ended: bool = False  # the loop's thread is over: nothing is sent or answered any more
     ranks_attached: int = 0
     registered: frozenset[bytes] = frozenset()
@@ -123,9 +125,9 @@ class SessionLoop:
     # --- any thread ---
 
     @property
-    def thread_id(self) -> int:
-        """Return the kernel's id of the thread; 0 before it has started."""
-        return self._thread.native_id or 0
+    def threads(self) -> tuple[int, int]:
+        """Return the kernel's ids of this thread and of the daemon's loop; 0 for one that is not there, or not seen."""
+        return self._thread.native_id or 0, self.state.daemon_pid
 
     def post(self, event: Callable[..., None], *arguments: Any) -> None:
         """Have the loop's thread run `event(*arguments)`. Never blocks."""
@@ -242,6 +244,7 @@ class SessionLoop:
         former, self._channel = self._channel, None
         if former is not None:
             former.close()
+        self.state.daemon_pid = 0 if connection is None else peer_credentials(connection).pid
         self._channel = self._open_channel(connection)
         self._breaker.answered()
         self._declare()

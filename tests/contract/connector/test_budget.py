@@ -133,15 +133,16 @@ def test_a_thread_of_which_the_kernel_does_not_say_how_long_counts_as_none(
         assert starved_seconds(1, 3) == 2.5
 
 
-def test_the_thread_that_reads_answers_is_one_that_may_be_starved(
+def test_the_threads_that_an_answer_comes_from_may_be_starved(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     engine = make(settings=DEFAULTS)
     monkeypatch.setattr(offers, "_SCHEDSTAT", str(tmp_path / "{}"))
-    engine.session.thread_id = 3
+    engine.session.threads = 3, 4
     (tmp_path / "3").write_text("1 2500000000 1\n")
+    (tmp_path / "4").write_text("1 1000000000 1\n")
     (tmp_path / str(get_native_id())).write_text("1 500000000 1\n")
-    assert engine.side.offers._starved_seconds() == 3.0
+    assert engine.side.offers._starved_seconds() == 4.0
 
 
 @pytest.mark.requirement("P5")

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,6 +48,14 @@ def daemon() -> Iterator[DaemonProcess]:
     process = DaemonProcess()
     yield process
     process.close()
+
+
+def test_a_session_knows_the_threads_that_an_answer_comes_from(daemon: DaemonProcess) -> None:
+    client = EngineClient(daemon.start().endpoint)
+    assert client.session.threads == (0, 0), "before its start"
+    with client:
+        (reads,) = (one.native_id for one in threading.enumerate() if one.name == "kvdepot-session")
+        assert client.session.threads == (reads, daemon.pid)
 
 
 def store(client: EngineClient, name: str) -> list[bytes]:

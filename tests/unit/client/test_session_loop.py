@@ -211,7 +211,7 @@ class Sockets:
         return self.made[-1][1]
 
     def attach(self, token: bytes, name: str) -> None:
-        connection = SimpleNamespace(name=name, close=lambda: None)
+        connection = SimpleNamespace(name=name, close=lambda: None, getsockopt=lambda *_: bytes(12))  # of nobody seen
         self.loop.post(self.loop.attachment_changed, token, connection)
 
     def detach(self) -> None:

@@ -9,13 +9,13 @@ import json
 import os
 import secrets
 import socket
-import struct
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 import grpc
 from kvdepot.client.attachment import EngineProcess
+from kvdepot.client.credentials import peer_credentials
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.transports.attach import Attached, AttachError, attach
 from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, GenerationsHeader
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
     from kvdepot.core.report import DaemonStatus
 
-_UCRED: Final = struct.Struct("iII")
 _ANSWER_BYTES_MAX: Final = 64 << 10
 
 
@@ -97,11 +96,10 @@ def _peer(endpoint: Endpoint, timeout_seconds: float) -> tuple[Peer | None, str]
         connection.settimeout(timeout_seconds)
         try:
             connection.connect(endpoint.attach_path)
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            found = peer_credentials(connection)
         except OSError as error:
             return None, error.strerror or str(error)
-    pid, uid, _ = _UCRED.unpack(credentials)
-    return Peer(pid, uid), ""
+    return Peer(found.pid, found.uid), ""
 
 
 def _attach(endpoint: Endpoint, timeout_seconds: float) -> Attachment:

@@ -5,9 +5,9 @@
                             +--- renewal: too old, or the daemon lacked a fact ---+
 
 A lookup pins nothing. While it may still be answered, vLLM is told to ask again, for the *budget* of the request: a
-part of the time in which the engine would compute what is at stake (docs/adr/0073). Time in which this thread, or the
-session's, was ready and had no processor does not count: an answer that came meanwhile has not been read either.
-Nothing here waits.
+part of the time in which the engine would compute what is at stake (docs/adr/0073). Time in which this thread, the
+session's or the daemon's was ready and had no processor does not count: the answer waits for all three. Nothing here
+waits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RENEWALS_MAX: Final = 16
 BUDGET_SHARE: Final = 0.1
 """Part of the time to compute a prompt that a request may lose to a daemon that does not answer."""
 STARVED_TIMES: Final = 2.0
-"""How many times its budget a request waits at most, where the engine's own threads are kept from running."""
+"""How many times its budget a request waits at most, where threads are kept from running."""
 TIMEOUT_SECONDS_MORE: Final = 1.0
 """Of a lookup: an answer after the budget still serves a request that has to queue."""
 _ASK_SHARE: Final = 0.1
@@ -52,14 +52,14 @@ _ASK_SHARE: Final = 0.1
 COPY_SHARE: Final = 0.25
 """Part of `load_timeout_seconds` for the copies of the ranks. In the rest the daemon has everything in RAM."""
 
-_SCHEDSTAT: Final = "/proc/self/task/{}/schedstat"
+_SCHEDSTAT: Final = "/proc/{}/schedstat"
 
 Answer = tuple[int | None, bool]
 """To vLLM: tokens that can be loaded beyond the local ones (None: ask again), and whether the load is asynchronous."""
 
 
 def starved_seconds(*thread_ids: int) -> float:
-    """Return how long these threads of this process have been ready without a processor, all of them together.
+    """Return how long these threads have been ready without a processor, all of them together.
 
     A thread counts as 0 where the kernel does not say. Source: the second number of schedstat, in ns
     (Documentation/scheduler/sched-stats.rst of Linux).
@@ -95,7 +95,7 @@ class Offers:
         self._planner = planner
         self._settings = settings
         self._clock = clock
-        self._starved_seconds: Callable[[], float] = lambda: starved_seconds(get_native_id(), session.thread_id)
+        self._starved_seconds: Callable[[], float] = lambda: starved_seconds(get_native_id(), *session.threads)
         self._counters = counters
         self._events = events
         self._prefill_rate = prefill_rate

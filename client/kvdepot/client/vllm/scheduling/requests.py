@@ -30,7 +30,7 @@ class Lookup:
     epoch: int
     step: int  # of the engine, in which it was asked
     wait_seconds: float  # how long the engine waits for the answer, as the daemon knows
-    starved_seconds: float  # of the engine's threads, when it was asked
+    starved_seconds: float  # of the threads that answer, when it was asked
     renewal: bool = False  # of an answer that was too old, or lacked a fact
     local_tokens: int | None = None  # of the engine itself, as sent to the daemon; None: not known then
     local_matters: bool = False  # with it, the answer might have been another one
