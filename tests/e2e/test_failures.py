@@ -77,14 +77,16 @@ def test_a_killed_daemon_disturbs_nobody_and_its_ram_is_served_again(
     engine.reset_prefix_cache()
     check(engine.generate(prompts[:3], OUTPUT_TOKENS), cold[:3])  # absent
     endpoint = fleet.daemon.endpoint
-    # An outage that ends before the engine's next attempt, about a second later, is not logged.
-    wait_until(lambda: f"no daemon at {endpoint}: " in engine.log.read_text(), "the engine has tried to attach")
+    # The outage is logged once. A busy host may first show a daemon that does not answer, because it takes its time to
+    # end. An outage that is over before the engine's next attempt is not logged.
+    missed = f"kvdepot: no daemon at {endpoint}: ", f"kvdepot: no answer from the daemon at {endpoint}; "
+    wait_until(lambda: any(line in engine.log.read_text() for line in missed), "the engine has noticed")
     fleet.daemon.start()
     fleet.wait_attached()
     hits_everywhere(fleet, engine, known)
     log = engine.log.read_text()
-    for line in (f"attached to {endpoint} (kvdepotd ", f"no daemon at {endpoint}: ", f"at {endpoint} is back after "):
-        assert f"kvdepot: {line}" in log or f"kvdepot: the daemon {line}" in log, line
+    for line in (f"attached to {endpoint} (kvdepotd ", f"the daemon at {endpoint} is back after "):
+        assert f"kvdepot: {line}" in log, line
 
 
 @pytest.mark.requirement("T6")
