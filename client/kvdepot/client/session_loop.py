@@ -234,6 +234,7 @@ class SessionLoop:
             return
         self._token = token
         self._declared = False
+        self.state.daemon_pid = 0 if connection is None else peer_credentials(connection).pid
         self._registrations.detached()
         self._publish()
         if token is None:
@@ -244,7 +245,6 @@ class SessionLoop:
         former, self._channel = self._channel, None
         if former is not None:
             former.close()
-        self.state.daemon_pid = 0 if connection is None else peer_credentials(connection).pid
         self._channel = self._open_channel(connection)
         self._breaker.answered()
         self._declare()

@@ -56,6 +56,8 @@ def test_a_session_knows_the_threads_that_an_answer_comes_from(daemon: DaemonPro
     with client:
         (reads,) = (one.native_id for one in threading.enumerate() if one.name == "kvdepot-session")
         assert client.session.threads == (reads, daemon.pid)
+        daemon.kill()
+        wait_until(lambda: client.session.threads == (reads, 0), "the loss is noticed")
 
 
 def store(client: EngineClient, name: str) -> list[bytes]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 from kvdepot.client.attachment import EngineProcess
-from kvdepot.client.credentials import peer_credentials
+from kvdepot.client.credentials import Credentials, peer_credentials
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.transports.attach import Attached, AttachError, attach
 from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, GenerationsHeader
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     from kvdepot.core.report import DaemonStatus
 
 _ANSWER_BYTES_MAX: Final = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Who listens on the attachment socket. `pid` 0: in a PID namespace that cannot be seen from here."""
-
-    pid: int
-    uid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,7 @@ class Daemon:
     endpoint: Endpoint
     status: DaemonStatus | None = None
     silence: str = ""
-    peer: Peer | None = None
+    peer: Credentials | None = None
     attach_error: str = ""
     attachment: Attachment | None = None  # None: not tried
 
@@ -91,15 +83,14 @@ def _status(endpoint: Endpoint, timeout_seconds: float) -> DaemonStatus:
         return operator.status()
 
 
-def _peer(endpoint: Endpoint, timeout_seconds: float) -> tuple[Peer | None, str]:
+def _peer(endpoint: Endpoint, timeout_seconds: float) -> tuple[Credentials | None, str]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout_seconds)
         try:
             connection.connect(endpoint.attach_path)
-            found = peer_credentials(connection)
+            return peer_credentials(connection), ""
         except OSError as error:
             return None, error.strerror or str(error)
-    return Peer(found.pid, found.uid), ""
 
 
 def _attach(endpoint: Endpoint, timeout_seconds: float) -> Attachment:

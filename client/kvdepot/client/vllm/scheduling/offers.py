@@ -12,10 +12,10 @@ waits.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from threading import get_native_id
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,6 +53,7 @@ COPY_SHARE: Final = 0.25
 """Part of `load_timeout_seconds` for the copies of the ranks. In the rest the daemon has everything in RAM."""
 
 _SCHEDSTAT: Final = "/proc/{}/schedstat"
+_SCHEDSTAT_BYTES_MAX: Final = 256
 
 Answer = tuple[int | None, bool]
 """To vLLM: tokens that can be loaded beyond the local ones (None: ask again), and whether the load is asynchronous."""
@@ -69,7 +70,11 @@ def starved_seconds(*thread_ids: int) -> float:
 
 def _starved_seconds(thread_id: int) -> float:
     try:
-        return int(Path(_SCHEDSTAT.format(thread_id)).read_bytes().split()[1]) * 1e-9
+        fd = os.open(_SCHEDSTAT.format(thread_id), os.O_RDONLY)  # of `Path`, each would take three times as long
+        try:
+            return int(os.read(fd, _SCHEDSTAT_BYTES_MAX).split()[1]) * 1e-9
+        finally:
+            os.close(fd)
     except (OSError, IndexError, ValueError):
         return 0.0
 

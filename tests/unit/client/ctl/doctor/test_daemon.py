@@ -15,9 +15,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from kvdepot.client.credentials import Credentials
 from kvdepot.client.ctl.doctor import daemon as asking
 from kvdepot.client.ctl.doctor import daemon_checks, engines
-from kvdepot.client.ctl.doctor.daemon import Attachment, Daemon, Peer
+from kvdepot.client.ctl.doctor.daemon import Attachment, Daemon
 from kvdepot.client.ctl.doctor.findings import Outcome
 from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.settings import UNIT_CONFIG, Place, Settings, config_file, read_settings
@@ -28,7 +29,7 @@ from kvdepot.server.daemon import app
 from tests.fakes.daemon_status import NVME, RAM, STATUS
 
 ENDPOINT = Endpoint("/run/kvdepot/kvdepot.sock")
-GOOD = Daemon(ENDPOINT, STATUS, peer=Peer(7, 990), attachment=Attachment("", 1 << 30, (os.getpid(),)))
+GOOD = Daemon(ENDPOINT, STATUS, peer=Credentials(7, 990, 990), attachment=Attachment("", 1 << 30, (os.getpid(),)))
 SILENT = Daemon(ENDPOINT, None, "UNAVAILABLE: No such file or directory")
 SETTINGS = Settings(
     "a.toml", 1 << 30, (Place("ram", "ram", "/dev/shm", 1 << 30), Place("nvme", "disk", "/mnt", 1 << 40)),
@@ -149,7 +150,7 @@ def test_no_descriptor_and_another_namespace_of_pids() -> None:
     for pids in ((0,), (), (os.getpid() + 1,)):
         other = daemon_checks.check_identity(replace(GOOD, attachment=Attachment("", 1, pids)))
         assert other.outcome is Outcome.WARN and "--pid=host" in other.fix
-    unseen = daemon_checks.check_identity(replace(GOOD, peer=Peer(0, 990)))
+    unseen = daemon_checks.check_identity(replace(GOOD, peer=Credentials(0, 990, 990)))
     assert unseen.outcome is Outcome.WARN and "cannot be seen" in unseen.message
     assert "--read-only" in daemon_checks.check_descriptor(replace(GOOD, attachment=None)).message
 

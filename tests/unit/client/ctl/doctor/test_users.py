@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvdepot.client.ctl.doctor.daemon import Daemon, Peer
+from kvdepot.client.credentials import Credentials
+from kvdepot.client.ctl.doctor.daemon import Daemon
 from kvdepot.client.ctl.doctor.findings import Outcome
 from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.users import check_engine_users, check_group
@@ -49,7 +50,7 @@ def test_a_group_of_several_users_is_a_warning(
     tmp_path: Path, mode: int, members: str, outcome: Outcome, named: list[str]
 ) -> None:
     host, _ = host_with(tmp_path, mode, members)
-    found = check_group(Daemon(ENDPOINT, STATUS, peer=Peer(1, 990)), host)
+    found = check_group(Daemon(ENDPOINT, STATUS, peer=Credentials(1, 990, 990)), host)
     assert found.outcome is outcome
     assert all(name in found.message for name in named)
     assert "mallory" not in found.message and "root" not in found.message and "kvdepot" not in found.message
