@@ -27,6 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
 
+from kvdepot.server.io.peer_wire import Lane
+
 from benchmarks.peer_nodes import PeerNodes, peer_nodes
 from benchmarks.report import Report, arguments
 from demo.daemon import Daemon
@@ -41,7 +43,6 @@ TOYS = {toy.name: toy for toy in (HYBRID, DENSE)}
 RATIO_MAX = 1.3
 PEER_BY_RAM_MAX = 1.5
 WIRE_TRIES = 3
-LANES = ("stream", "nixl")
 LONG_TOKENS = 3000
 """From here on a prompt counts as long: below it, a hit saves little of a few milliseconds."""
 DISK = 1  # of the daemon's tiers; 0 is RAM
@@ -221,7 +222,7 @@ def measure(toy: Toy, rounds: int, repeats: int, busy: int, report: Report, dire
     return run
 
 
-def measure_peer(toy: Toy, lane: str, rounds: int, repeats: int, directory: Path) -> PeerLoads:
+def measure_peer(toy: Toy, lane: Lane, rounds: int, repeats: int, directory: Path) -> PeerLoads:
     """One engine after the other: that of the source has ended when that of the reader starts."""
     with peer_nodes(directory, lane) as nodes:
         with engine_of(toy, nodes.source, directory / f"{toy.name}-{lane}-source.log") as engine:
@@ -230,7 +231,7 @@ def measure_peer(toy: Toy, lane: str, rounds: int, repeats: int, directory: Path
             return Run(toy, engine, nodes.reader, rounds).from_peer(nodes, repeats)
 
 
-def tabulate_peer(toy: Toy, lane: str, loads: PeerLoads, report: Report) -> None:
+def tabulate_peer(toy: Toy, lane: Lane, loads: PeerLoads, report: Report) -> None:
     print(f"\n{toy.name}, from a peer over {lane}: median milliseconds to the first token, and by the limit")
     print("".join(f"{title:>10}" for title in ("tokens", "MiB", "ram", "wire", "peer", "by limit")))
     shares = []
@@ -283,7 +284,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="turns of RAM and local a prompt (default %(default)s)")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="also beside N requests that decode")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw the curves there")
-    parser.add_argument("--peer", nargs="+", choices=LANES, default=[], help="also from a peer, over these lanes")
+    parser.add_argument(
+        "--peer", nargs="+", type=Lane, choices=[*Lane], default=[], help="also from a peer, over these lanes"
+    )
     parser.add_argument("--only-peer", action="store_true", help="nothing but `--peer`")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="kvd-first-token-"))

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.io.peer_wire import Lane
+
 from demo.daemon import Daemon
 from tests.rigs.network import Network
 from tests.rigs.patience import wait_until
+from tests.rigs.peer_fleet import LENT
 from tests.rigs.peer_network import PeerNetwork
 
 SOURCE, READER = range(2)
@@ -69,18 +72,19 @@ class PeerNodes:
     reader: Daemon
     """It has nothing, and one tier."""
     wire: BareWire
-    lane: str
+    lane: Lane
 
     def loaded_bytes(self) -> int:
         """Return what the reader has loaded, over this lane."""
-        (tier,) = (tier for tier in self.reader.status().tiers if tier.name.startswith("peer"))
-        return int(self.reader.status().counters.get(f"peer_loaded_bytes.{tier.name}/{self.lane}", 0))
+        status = self.reader.status()
+        (tier,) = (tier for tier in status.tiers if tier.name.startswith("peer"))
+        return int(status.counters.get(f"peer_loaded_bytes.{tier.name}/{self.lane}", 0))
 
 
 @contextmanager
-def peer_nodes(folder: Path, lane: str) -> Iterator[PeerNodes]:
+def peer_nodes(folder: Path, lane: Lane) -> Iterator[PeerNodes]:
     """Start both daemons. Raise NetworkError if there are no namespaces here."""
-    nixl = lane == "nixl"
+    nixl = lane is Lane.NIXL
     with ExitStack() as stack:
         network = stack.enter_context(Network(2))
         peers = PeerNetwork(folder, network)
@@ -89,7 +93,7 @@ def peer_nodes(folder: Path, lane: str) -> Iterator[PeerNodes]:
             Daemon(_CONFIGURATION + peers.tls(), of_daemon=listening, program=peers.program(SOURCE))
         )
         if nixl:
-            wait_until(lambda: "RAM is lent over NIXL" in source.log.read_text(), "RAM is lent over NIXL")
+            wait_until(lambda: LENT in source.log.read_text(), LENT)
         tier = peers.tiers(SOURCE, deadline="10s", borrows=nixl)
         reader = stack.enter_context(Daemon(_CONFIGURATION + peers.tls() + tier, program=peers.program(READER)))
         reader.wait(lambda status: status.tiers[1].state == "ready", _READY_SECONDS, "ready to load from its peer")

@@ -39,7 +39,7 @@ from tests.rigs.certificates import Authority
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
-from tests.rigs.peer_fleet import BORROWING, LENDING, PEER
+from tests.rigs.peer_fleet import BORROWING, LENDING, LENT, PEER
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 SOURCE, READER = 0, 1
@@ -186,7 +186,7 @@ def peers(cable: Cable, tls: str, objects: int, rounds: int, workers: int, *, ni
         reader = stack.enter_context(DaemonProcess(ram=f"{ram_bytes}B", config=tier, program=cable.program(READER)))
         wait_until(lambda: status_of(reader.socket).tiers[1].state == "ready", "the peer is ready")
         if nixl:
-            source.wait_for_log("RAM is lent over NIXL")
+            source.wait_for_log(LENT)
         both = Peers(source, reader, objects)
         stack.callback(both.close)
         yield both

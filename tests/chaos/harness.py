@@ -24,7 +24,7 @@ from tests.chaos.models import FLEETS
 from tests.chaos.plan import Phase, phases
 from tests.chaos.watch import Watch, accounts, contents, degraded, owed
 from tests.rigs.daemon_process import ARENA_FILES
-from tests.rigs.disk_daemon import differences
+from tests.rigs.disk_daemon import differences, on_medium
 from tests.rigs.patience import patience
 
 DRAIN_SECONDS: Final = 60.0
@@ -299,14 +299,14 @@ class Harness:
         self._must_be(unexplained(verdict, depot.damages))
         damaged = Counter({str(k): n for k, n in verdict.outcomes.items() if k is not IoOutcome.OK and n})
         self.outcome.damaged += damaged
+        objects, used_bytes = on_medium(verdict)
         # What we have damaged, the scrubber may find while it stops.
-        lies = (len(verdict.index.puts), sum(put.medium_bytes for put in verdict.index.puts))
-        fewer = bool(depot.damages) and lies[0] <= tier.objects and lies[1] <= tier.used_bytes
+        fewer = bool(depot.damages) and objects <= tier.objects and used_bytes <= tier.used_bytes
         if not damaged and not fewer:
             self._must_be(differences(verdict, tier, counters))
         if depot.daemon.arena_files != ARENA_FILES:
             raise ViolationError(f"T7: left in memory: {depot.daemon.arena_files}")
-        self._event(f"stopped; on the medium {lies[0]} objects, whole but for {dict(damaged) or 'nothing'}")
+        self._event(f"stopped; on the medium {objects} objects, whole but for {dict(damaged) or 'nothing'}")
 
     # --- what is said
 

@@ -21,13 +21,13 @@ from tests.e2e.forked import start_forked
 from tests.e2e.hybrid import check_loads, hits, lengths, store
 from tests.rigs.network import MTU, Network, why_no_network
 from tests.rigs.patience import patience, wait_until
+from tests.rigs.peer_fleet import LENT
 from tests.rigs.peer_network import PeerNetwork
 
 LANES: Final = ("stream", "stream", "nixl")
 """By node: what its tiers load over."""
 READY_SECONDS: Final = 60.0
 LOADED: Final = "peer_loaded_bytes."
-LENT: Final = "RAM is lent over NIXL"
 POLICY: Final = '[breaker]\nprobe_every = "500ms"\n'
 
 pytestmark = pytest.mark.timeout(900)

@@ -195,13 +195,18 @@ def indexed(verdict: Verdict) -> dict[int, tuple[str, str]]:
     return {put.sequence: (put.name.key.hex(), Kind(put.name.kind).name.lower()) for put in verdict.index.puts}
 
 
+def on_medium(verdict: Verdict) -> tuple[int, int]:
+    """Return how many objects lie there, and their bytes."""
+    return len(verdict.index.puts), sum(put.medium_bytes for put in verdict.index.puts)
+
+
 def differences(verdict: Verdict, tier: TierStatus, counters: Mapping[str, float]) -> str:
     """Say how what lies on the medium differs from what the tier counted before it stopped; empty if it does not.
 
     A place where a write failed counts as used until the tier closes (`Space.shun`), also if two workers were killed
     over it.
     """
-    objects, used_bytes = len(verdict.index.puts), sum(put.medium_bytes for put in verdict.index.puts)
+    objects, used_bytes = on_medium(verdict)
     failed = counters.get(f"tier_writes.{tier.name}/{IoOutcome.IO_ERROR}", 0.0)
     shunned_bytes_max = tier.capacity_bytes // 64 if failed else 0
     if objects == tier.objects and 0 <= tier.used_bytes - used_bytes <= shunned_bytes_max:

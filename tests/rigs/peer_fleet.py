@@ -19,6 +19,8 @@ from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, 
 PEER: Final = "URI:spiffe://fleet/kvdepot"
 RAM: Final = "512MiB"
 LENDING: Final = "lend_nixl = true\n"
+LENT: Final = "RAM is lent over NIXL"
+"""In the log of a source that lends, from then on."""
 BORROWING: Final = 'lane = "nixl"\n'
 
 

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.network import MTU, Network, why_no_network
 from tests.rigs.patience import Deadline, patient, wait_until
-from tests.rigs.peer_fleet import located, payloads, served_again, stored
+from tests.rigs.peer_fleet import LENT, located, payloads, served_again, stored
 from tests.rigs.peer_network import PeerNetwork
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, keys_of, status_of
 from tests.rigs.wire import flipped
@@ -60,7 +60,7 @@ LANES = pytest.mark.parametrize("nixl", [False, True], ids=["stream", "nixl"])
 def _source(fleet: PeerNetwork, node: int, *, nixl: bool) -> DaemonProcess:
     source = fleet.source_at(node, lends=nixl)
     if nixl:
-        source.wait_for_log("RAM is lent over NIXL")
+        source.wait_for_log(LENT)
     return source
 
 

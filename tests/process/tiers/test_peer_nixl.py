@@ -11,7 +11,18 @@ import pytest
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import patient, wait_until
-from tests.rigs.peer_fleet import BORROWING, Fleet, filled, located, payloads, port_of, served_again, stored, tier_of
+from tests.rigs.peer_fleet import (
+    BORROWING,
+    LENT,
+    Fleet,
+    filled,
+    located,
+    payloads,
+    port_of,
+    served_again,
+    stored,
+    tier_of,
+)
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 LENDER = b"kvdepot.server.io.nixl_lender"
@@ -28,7 +39,7 @@ def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 def lending(fleet: Fleet) -> DaemonProcess:
     """Start a source, and wait until it lends over NIXL."""
     source = fleet.source(lends=True)
-    source.wait_for_log("RAM is lent over NIXL")
+    source.wait_for_log(LENT)
     return source
 
 
@@ -149,7 +160,7 @@ def test_a_stopped_lender_costs_its_request_alone_and_nothing_arrives_late(fleet
 def test_a_source_that_was_killed_serves_again(fleet: Fleet, ended: str) -> None:
     first, second, port = keys_of("first", 4), keys_of("second", 4), fleet.port()
     source = fleet.source(port=port, lends=True)
-    source.wait_for_log("RAM is lent over NIXL")
+    source.wait_for_log(LENT)
     stored(source, first)
     stored(source, second)
     reader = fleet.reader(port, of_tier=BORROWING, deadline=f"{patient(5.0):.0f}s")
@@ -163,7 +174,7 @@ def test_a_source_that_was_killed_serves_again(fleet: Fleet, ended: str) -> None
         else:
             source.kill()
             source.start()
-        source.wait_for_log("RAM is lent over NIXL", before)
+        source.wait_for_log(LENT, before)
         assert served_again(engine, second) == payloads(second)
         assert counter(reader, "peer_loaded_bytes.peer-0/nixl") >= 4 * OBJECT_BYTES
     none_lent(source, reader)
