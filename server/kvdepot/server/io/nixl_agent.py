@@ -32,6 +32,12 @@ _AGAIN_SECONDS: Final = 60.0
 """After a lender was not reached. Until then nothing is borrowed: each attempt costs a connection."""
 _BACKEND: Final = "UCX"
 _MEMORY: Final = "DRAM"
+_SEGMENT: Final = {"UCX_TCP_TX_SEG_SIZE": "64k"}
+"""What UCX sends at once over TCP, for each of which the kernel is called: its own 8 KiB cost half of the speed.
+
+An end that receives has memory for `UCX_TCP_RX_SEG_SIZE`, 64 KiB by default, and does not check what comes. UCX refuses
+a context that sends more than it receives. So this value, set at both ends, also keeps what they receive large enough.
+"""
 _ENVIRONMENT: Final = {
     "NIXL_LOG_LEVEL": "WARN",
     "OPENBLAS_NUM_THREADS": "1",  # nothing is computed here, and each thread takes memory
@@ -61,6 +67,7 @@ class _Agent:
         self._arena = arena  # NIXL does not keep it mapped
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        os.environ.update(_SEGMENT)  # whatever somebody has set
         package = installed()
         if not package:
             raise NixlError(f"none of these packages is installed: {', '.join(PACKAGES)}")

@@ -44,7 +44,7 @@ def check_transports(
         return _CHECK.ok(shown)
     if any(one.startswith(_BETWEEN_HOSTS) for one in found):
         return _CHECK.warn(
-            f"{shown}: without RDMA it is no faster than the stream",
+            f"{shown}: without RDMA it is about as fast as the stream, which is encrypted",
             'lane = "stream"; or give the daemon the RDMA devices (PrivateDevices=no)',
         )
     return _CHECK.fail(
