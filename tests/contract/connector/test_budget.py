@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-from threading import get_native_id
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.scheduling import offers
-from kvdepot.client.vllm.scheduling.offers import starved_seconds
 from kvdepot.client.vllm.scheduling.prefill_rate import TOKEN_SECONDS_GUESS
 from kvdepot.core.calls import LocateCall
 
 from tests.fakes.direct_session import ARENA_ID
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Make, cold, prompt
-from tests.rigs.patience import Deadline
 
 DEFAULTS = {"lookup_min_seconds": 0.05, "lookup_timeout_seconds": 1.0}
 TOKENS = prompt(20.5)
@@ -33,7 +25,9 @@ class Clock:
     def __init__(self, engine: ScriptedEngine) -> None:
         self.now = 100.0
         self.starved = 7.0
-        engine.side.offers._starved_seconds = lambda: self.starved
+        self.ready = False
+        threads = engine.side.offers._threads
+        threads.starved_seconds, threads.is_ready = lambda: self.starved, lambda: self.ready
         engine.side._clock = engine.side.offers._clock = engine.side.prefill_rate._clock = lambda: self.now
 
 
@@ -105,44 +99,17 @@ def test_time_without_a_processor_counts_only_after_twice_the_budget(
     engine.run()
 
 
-def test_a_thread_that_has_no_processor_of_its_own_is_starved() -> None:
-    other = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: pass"
-    mine, me = os.sched_getaffinity(0), get_native_id()
-    cpu, before = min(mine), starved_seconds(me)
-    rivals = [subprocess.Popen([sys.executable, "-c", other % cpu]) for _ in range(2)]
-    try:
-        os.sched_setaffinity(0, {cpu})
-        until = Deadline(60)
-        while starved_seconds(me) - before < 0.2:
-            assert not until.is_over()
-    finally:
-        os.sched_setaffinity(0, mine)
-        for rival in rivals:
-            rival.kill()
-            rival.wait()
-
-
-def test_a_thread_of_which_the_kernel_does_not_say_how_long_counts_as_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(offers, "_SCHEDSTAT", str(tmp_path / "{}"))
-    (tmp_path / "3").write_text("123 2500000000 7\n")
-    for text in (None, "", "1 x 2", "5"):
-        if text is not None:
-            (tmp_path / "1").write_text(text)
-        assert starved_seconds(1, 3) == 2.5
-
-
-def test_the_threads_that_an_answer_comes_from_may_be_starved(
-    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.requirement("P5")
+def test_a_wait_for_a_processor_that_is_not_over_does_not_count(make: Make) -> None:
+    """The kernel says how long it was when it is over."""
     engine = make(settings=DEFAULTS)
-    monkeypatch.setattr(offers, "_SCHEDSTAT", str(tmp_path / "{}"))
-    engine.session.threads = 3, 4
-    (tmp_path / "3").write_text("1 2500000000 1\n")
-    (tmp_path / "4").write_text("1 1000000000 1\n")
-    (tmp_path / str(get_native_id())).write_text("1 500000000 1\n")
-    assert engine.side.offers._starved_seconds() == 4.0
+    engine.side.prefill_rate._likely_token_seconds = INSTANT
+    clock = Clock(engine)
+    request = asked(engine)
+    clock.ready = True
+    assert waits(engine, clock, request) == pytest.approx(0.1, abs=0.002)
+    engine.session.let_go()
+    engine.run()
 
 
 @pytest.mark.requirement("P5")

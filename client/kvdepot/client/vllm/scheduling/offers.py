@@ -5,22 +5,20 @@
                             +--- renewal: too old, or the daemon lacked a fact ---+
 
 A lookup pins nothing. While it may still be answered, vLLM is told to ask again, for the *budget* of the request: a
-part of the time in which the engine would compute what is at stake (docs/adr/0073). Time in which this thread, the
-session's or the daemon's was ready and had no processor does not count: the answer waits for all three. Nothing here
-waits.
+part of the time in which the engine would compute what is at stake (docs/adr/0073). Time in which a thread that the
+answer waits for was ready and had no processor does not count. Nothing here waits.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from threading import get_native_id
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.vllm.base.stats import Sources
+from kvdepot.client.vllm.scheduling.answering_threads import AnsweringThreads
 from kvdepot.client.vllm.scheduling.requests import Lookup, RequestState
 from kvdepot.client.vllm.scheduling.transfer_params import ASK_SECONDS, TransferParams
 from kvdepot.core.calls import Kind, LocateCall, LocateReply
@@ -52,31 +50,8 @@ _ASK_SHARE: Final = 0.1
 COPY_SHARE: Final = 0.25
 """Part of `load_timeout_seconds` for the copies of the ranks. In the rest the daemon has everything in RAM."""
 
-_SCHEDSTAT: Final = "/proc/{}/schedstat"
-_SCHEDSTAT_BYTES_MAX: Final = 256
-
 Answer = tuple[int | None, bool]
 """To vLLM: tokens that can be loaded beyond the local ones (None: ask again), and whether the load is asynchronous."""
-
-
-def starved_seconds(*thread_ids: int) -> float:
-    """Return how long these threads have been ready without a processor, all of them together.
-
-    A thread counts as 0 where the kernel does not say. Source: the second number of schedstat, in ns
-    (Documentation/scheduler/sched-stats.rst of Linux).
-    """
-    return sum(map(_starved_seconds, thread_ids))
-
-
-def _starved_seconds(thread_id: int) -> float:
-    try:
-        fd = os.open(_SCHEDSTAT.format(thread_id), os.O_RDONLY)  # of `Path`, each would take three times as long
-        try:
-            return int(os.read(fd, _SCHEDSTAT_BYTES_MAX).split()[1]) * 1e-9
-        finally:
-            os.close(fd)
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 class Offers:
@@ -100,7 +75,7 @@ class Offers:
         self._planner = planner
         self._settings = settings
         self._clock = clock
-        self._starved_seconds: Callable[[], float] = lambda: starved_seconds(get_native_id(), *session.threads)
+        self._threads = AnsweringThreads(session)
         self._counters = counters
         self._events = events
         self._prefill_rate = prefill_rate
@@ -133,8 +108,8 @@ class Offers:
         chunks = min(high // chunk_tokens, len(state.keys), KEYS_PER_CALL_MAX)
         budget_seconds = self._budget_seconds(high - (local_tokens or 0))
         lookup = Lookup(
-            self._clock(), self._namespaces.epoch_number, self._loads.step, budget_seconds, self._starved_seconds(),
-            renewal, local_tokens, local_matters=high < whole,
+            self._clock(), self._namespaces.epoch_number, self._loads.step, budget_seconds,
+            self._threads.starved_seconds(), renewal, local_tokens, local_matters=high < whole,
         )  # fmt: skip
         state.lookup = lookup
         self._speculative.cancel(state.request_id)  # it was for the previous answer
@@ -248,8 +223,8 @@ class Offers:
         if waited_seconds < wait_seconds:
             return None, False
         if waited_seconds < wait_seconds * STARVED_TIMES:
-            starved_seconds = self._starved_seconds() - lookup.starved_seconds
-            if waited_seconds - starved_seconds < wait_seconds:
+            starved_seconds = self._threads.starved_seconds() - lookup.starved_seconds
+            if waited_seconds - starved_seconds < wait_seconds or self._threads.is_ready():
                 return None, False
         self._counters["lookup_timeouts"] += not lookup.answered
         state.waited_seconds = waited_seconds
