@@ -70,6 +70,9 @@ class SharedMemoryTier(MemoryTier):
     def cost_bytes(self, raw_bytes: int) -> int:
         return 1
 
+    def reads_from(self, source_id: int) -> bool:
+        return self.source_id == source_id
+
     def look_up(self, names: Sequence[ObjectName], done: Callable[[], None], *, again: bool = False) -> None:
         with self._may_raise("look_up"):
             if not self.readable:

@@ -1,4 +1,4 @@
-"""`python -m tests.peer_faults [--faults N] [--seed S] [--seconds N] [--lane L] [--json FILE]`: peers and faults.
+"""`python -m tests.peer_faults [--faults N] [--seed S] [--seconds N] [--lane L] [--listed] [--json FILE]`: faults.
 
 Exits with 1 at the first promise that does not hold. docs/testing.md.
 """
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the plan of faults, and of their points in time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was counted")
     parser.add_argument("--lane", choices=("stream", "nixl"), default="stream", help="what objects come over")
+    parser.add_argument("--listed", action="store_true", help="one tier has both sources, which have the same objects")
     parser.add_argument("--plant", action="store_true", help="write a late byte: the run must fail")
     options = parser.parse_args()
     if reason := why_no_network():
@@ -38,6 +39,7 @@ def main() -> int:
             seed,
             plant=options.plant,
             nixl=options.lane == "nixl",
+            listed=options.listed,
             say=lambda line: print(line, flush=True),
         )
         try:

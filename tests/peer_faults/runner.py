@@ -143,14 +143,15 @@ class Run:
     """`plant`: write a byte after the extents were given back, which has to be found."""
 
     def __init__(
-        self, folder: Path, seed: int, *, plant: bool = False, nixl: bool = False, say: Callable[[str], None] = print
-    ) -> None:
+        self, folder: Path, seed: int, *, plant: bool = False, nixl: bool = False, listed: bool = False,
+        say: Callable[[str], None] = print,
+    ) -> None:  # fmt: skip
         self.outcome = Outcome(seed)
         self._plant, self._nixl, self._say = plant, nixl, say
         self._rng = random.Random(seed)
         self._loads = list[float]()
         self._pool = ThreadPoolExecutor(1)
-        self.world = World(folder, seed, nixl=nixl)
+        self.world = World(folder, seed, nixl=nixl, listed=listed)
         try:
             self._acquires = Acquires(self.world.reader.socket)
         except BaseException:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -83,6 +84,14 @@ def test_what_is_promised_of_peers_holds_over_nixl(tmp_path: Path) -> None:
 
 
 @needs_network
+@pytest.mark.requirement("N1", "N2", "N3")
+@pytest.mark.long(seconds=60)
+@pytest.mark.timeout(600)
+def test_what_is_promised_of_peers_holds_where_another_one_has_the_object_too(tmp_path: Path) -> None:
+    _holds(tmp_path, "--listed", "--faults", "30", faults_min=30)
+
+
+@needs_network
 @pytest.mark.timeout(300)
 def test_a_byte_that_is_written_late_is_found(tmp_path: Path) -> None:
     code, out, report = _run(tmp_path, "--plant", "--faults", "1")
@@ -94,12 +103,13 @@ def test_a_byte_that_is_written_late_is_found(tmp_path: Path) -> None:
 @needs_network
 @pytest.mark.long(seconds=10)
 @pytest.mark.timeout(300)
-def test_a_run_that_is_ended_leaves_no_process() -> None:
+@pytest.mark.parametrize("end", [os.kill, os.killpg], ids=["it alone", "its group, as timeout(1) does"])
+def test_a_run_that_is_ended_leaves_no_process(end: Callable[[int, signal.Signals], None]) -> None:
     with _started("--faults", "100") as process:
         assert process.stdout is not None
         next(line for line in process.stdout if " s; " in line)
         pids = [pid for child in children(process.pid) for pid in (child, *children(child))]
-        process.terminate()
+        end(process.pid, signal.SIGTERM)
         process.communicate(timeout=patient(_END_SECONDS))
     assert process.returncode == 128 + signal.SIGTERM
     assert len(pids) > SOURCES

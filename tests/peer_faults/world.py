@@ -83,8 +83,10 @@ class Source:
 class World:
     """`close` ends all of it."""
 
-    def __init__(self, folder: Path, seed: int, *, nixl: bool = False) -> None:
+    def __init__(self, folder: Path, seed: int, *, nixl: bool = False, listed: bool = False) -> None:
+        """`listed`: both sources are peers of one tier, and have the same prompts."""
         self._nixl = nixl
+        self._listed = listed
         if nixl:
             os.environ["UCX_TLS"] = "tcp"  # UCX would find out that all nodes are on one host
         self.network = Network(SOURCES + 1, seed=seed)
@@ -104,6 +106,7 @@ class World:
                 breaker=_BREAKER,
                 more=_MORE,
                 borrows=nixl,
+                listed=listed,
             )
             self.engine = RawEngine(self.reader.socket)
         except BaseException:
@@ -123,10 +126,13 @@ class World:
     def prompt(self, source: Source) -> list[bytes]:
         """Return the keys of a prompt that this source has, and nobody has asked for."""
         if not source.prompts:
+            owners = self.sources if self._listed else [source]
             for _ in range(_STORED_AT_ONCE):
                 source.prompts.append(keys_of(f"{source.node}of{next(self._numbers)}", CHUNKS))
-                source.engine.store(source.prompts[-1])
-            wait_until(lambda: not status_of(source.daemon.socket).tiers[0].pending_checksums, "all have checksums")
+                for owner in owners:
+                    owner.engine.store(source.prompts[-1])
+            for owner in owners:
+                wait_until(lambda: not status_of(owner.daemon.socket).tiers[0].pending_checksums, "all have checksums")  # noqa: B023
         return source.prompts.popleft()
 
     def store_own(self) -> None:
@@ -182,7 +188,11 @@ class World:
         return status_of(self.reader.socket).tiers[0].lent_bytes
 
     def wait_recovered(self) -> None:
-        wait_until(lambda: self.fleet.ready(self.reader, SOURCES), "all peers are back")
+        tiers = 1 if self._listed else SOURCES
+        wait_until(
+            lambda: self.fleet.ready(self.reader, tiers),
+            lambda: f"all peers are back: {status_of(self.reader.socket).tiers[1:]}",
+        )
 
     # A request
 

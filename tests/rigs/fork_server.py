@@ -101,7 +101,8 @@ class Server:
 
     def run(self) -> Callable[[], Any]:
         """Return what the calling process then has to do: in a copy its job, in the server nothing."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+        for number in (signal.SIGINT, signal.SIGTERM):  # of Ctrl-C and `timeout`, to the group: the driver's to handle
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
         with selectors.DefaultSelector() as selector:
@@ -169,6 +170,7 @@ class Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._listener.close()
         close_all(self._alive_fd, self._woken, self._wake, status, *self._statuses.values())
         for number, stream in zip(STREAMS, streams, strict=True):

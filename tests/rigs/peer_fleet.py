@@ -65,20 +65,23 @@ class Fleet:
         more: str = "",
         of_tier: str = "",
         host: str = "127.0.0.1",
+        url: str = "",
+        ram: str = RAM,
     ) -> DaemonProcess:
-        """Start a daemon with a peer tier for each port."""
+        """Start a daemon with a peer tier for each port, or with one for the URL of several peers."""
+        urls = [url] if url else [f"tcp://{host}:{port}" for port in ports]
         tiers = "".join(
-            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "tcp://{host}:{port}"\ncapacity = "64MiB"\n'
+            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "{one}"\ncapacity = "64MiB"\n'
             f'deadline = "{deadline}"\n{of_tier}\n'
-            for number, port in enumerate(ports)
+            for number, one in enumerate(urls)
         )
-        daemon = self._start(f'{tls or self.tls()}{tiers}[breaker]\nfailures = 3\nprobe_every = "1s"\n{more}')
-        for number in range(len(ports) if ready else 0):
+        daemon = self._start(f'{tls or self.tls()}{tiers}[breaker]\nfailures = 3\nprobe_every = "1s"\n{more}', ram)
+        for number in range(len(urls) if ready else 0):
             wait_until(lambda: tier_of(daemon, number).state == "ready", lambda: f"ready: {tier_of(daemon, number)}")  # noqa: B023
         return daemon
 
-    def _start(self, config: str) -> DaemonProcess:
-        daemon = DaemonProcess(ram=RAM, config=config)
+    def _start(self, config: str, ram: str = RAM) -> DaemonProcess:
+        daemon = DaemonProcess(ram=ram, config=config)
         self.daemons.append(daemon)
         return daemon.start()
 

@@ -14,8 +14,8 @@ from tests.rigs.peer_fleet import BORROWING, LENDING, RAM, Fleet, tier_of
 
 PORT: Final = 7448
 """Of all sources: each has an address of its own."""
-NIXL_RAM: Final = "768MiB"
-"""Of a reader with two tiers over NIXL: their workers take more of it."""
+LARGE_RAM: Final = "768MiB"
+"""Of a reader whose workers take more of it: over NIXL, or of up to four peers."""
 
 
 class PeerNetwork(Fleet):
@@ -23,6 +23,7 @@ class PeerNetwork(Fleet):
 
     def __init__(self, folder: Path, network: Network) -> None:
         super().__init__(folder)
+        self.folder = folder
         self.network = network
 
     def source_at(
@@ -37,15 +38,21 @@ class PeerNetwork(Fleet):
     def reader_at(
         self, node: int, *sources: int, deadline: str = "2s", ram: str = RAM, cpus: Iterable[int] = (),
         breaker: str = 'failures = 3\nprobe_every = "1s"\n', more: str = "", borrows: bool = False,
+        listed: bool = False,
     ) -> DaemonProcess:  # fmt: skip
         """Start a daemon with a peer tier for each of these nodes. Return when all tiers are ready.
 
-        `borrows`: over NIXL.
+        `borrows`: over NIXL. `listed`: with one tier instead, whose peers are in a file.
         """
-        tiers = self.tiers(*sources, deadline=deadline, borrows=borrows)
-        ram = NIXL_RAM if borrows else ram
+        urls = [f"tcp://{self.network.address(source)}:{PORT}" for source in sources]
+        if listed:
+            file = self.folder / f"peers-of-{node}"
+            file.write_text("".join(f"{url.removeprefix('tcp://')}\n" for url in urls))
+            urls = [f"file://{file}"]
+        tiers = self._tiers(urls, deadline=deadline, borrows=borrows)
+        ram = LARGE_RAM if borrows or listed else ram
         daemon = self._at(node, f"{self.tls()}{tiers}[breaker]\n{breaker}{more}", ram, cpus)
-        wait_until(lambda: self.ready(daemon, len(sources)), "all its tiers are ready")
+        wait_until(lambda: self.ready(daemon, len(urls)), "all its tiers are ready")
         return daemon
 
     def program(self, node: int) -> tuple[str, ...]:
@@ -61,17 +68,21 @@ class PeerNetwork(Fleet):
 
     def tiers(self, *sources: int, deadline: str, borrows: bool) -> str:
         """Return the tables of a reader's tiers, one for each of these nodes."""
+        urls = [f"tcp://{self.network.address(source)}:{PORT}" for source in sources]
+        return self._tiers(urls, deadline=deadline, borrows=borrows)
+
+    def _tiers(self, urls: Iterable[str], *, deadline: str, borrows: bool) -> str:
         return "".join(
-            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "tcp://{self.network.address(source)}:{PORT}"\n'
+            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "{url}"\n'
             f'capacity = "64MiB"\ndeadline = "{deadline}"\n{BORROWING if borrows else ""}'
-            for number, source in enumerate(sources)
+            for number, url in enumerate(urls)
         )
 
     @staticmethod
     def ready(daemon: DaemonProcess, tiers: int) -> bool:
-        """Return whether its peers can be read."""
+        """Return whether its peers can be read, all of them."""
         found = [tier_of(daemon, number) for number in range(tiers)]
-        return all((one.state, one.breaker) == ("ready", "closed") for one in found)
+        return all((one.state, one.breaker, one.reason) == ("ready", "closed", "") for one in found)
 
     def _at(self, node: int, config: str, ram: str, cpus: Iterable[int]) -> DaemonProcess:
         daemon = DaemonProcess(ram=ram, config=config, program=self.network.program(node, cpus))

@@ -26,12 +26,12 @@ from kvdepot.proto import codec
 from kvdepot.server.attach import streams
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
-from kvdepot.server.config.addresses import ATTACH_SUFFIX
 from kvdepot.server.depot.sessions.session import Session
 from kvdepot.server.depot.sessions.workers import Workers
 from kvdepot.server.depot.tree.rows import COMMITTED
 from kvdepot.server.depot.types import Attached, Liveness, Owner, ProcessIdentity, TierConfig
 from kvdepot.server.platform import processes
+from kvdepot.server.platform.addresses import ATTACH_SUFFIX
 from kvdepot.server.storage.base import Loan, Tier, WorkerRegistry
 
 from tests.fakes.process_kernel import FakeKernel, FakeProcess, Sight, file_of

@@ -48,6 +48,7 @@ ASSETS: Final = (
     Asset("k8s-daemonset", "kubernetes/daemonset.yaml", "Kubernetes: the daemon on each node"),
     Asset("k8s-hold", "kubernetes/hold.yaml", "Kubernetes: keeps RAM over upgrades"),
     Asset("k8s-engine", "kubernetes/engine.yaml", "Kubernetes: what an engine's pod needs"),
+    Asset("k8s-peers", "kubernetes/peers.yaml", "Kubernetes: a name for all daemons, as peers"),
     Asset("compose", "examples/compose.yaml", "example: Docker Compose, with a vLLM"),
     Asset("vllm-unit", "examples/vllm.service", "example: systemd unit of a vLLM"),
     Asset("router", "examples/router.py", "example: router for prefill and decode engines"),

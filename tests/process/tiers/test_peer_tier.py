@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from kvdepot.core.objectfile import ObjectName, payload_sum
-from kvdepot.server.io.peer_wire import PeerSettings
 from kvdepot.server.storage.base import IoOutcome
-from kvdepot.server.tiers.conformance_harness import RecordingListener, name_of, payload_of
-from kvdepot.server.tiers.peer.config import PeerConfig
-from kvdepot.server.tiers.peer.tier import PeerTier
-from kvdepot.server.tiers.pools import TierContext
+from kvdepot.server.tiers.conformance_harness import name_of, payload_of
 
 from tests.fakes.lying_source import LyingSource
 from tests.rigs.certificates import Authority
-from tests.rigs.io_pool_rig import Registry
 from tests.rigs.peer_fleet import PEER
-from tests.rigs.shared_live import ARENA_BYTES, SharedLive
-
-NEGATIVE_SECONDS = 0.5
-
-
-class PeerLive(SharedLive):
-    """Its methods are those of a shared tier."""
-
-    def __init__(self, folder: Path, port: int) -> None:
-        self.arena_fd = os.memfd_create("arena")
-        os.truncate(self.arena_fd, ARENA_BYTES)
-        self.registry = Registry()
-        self.listener = RecordingListener()
-        self.counts: Counter[str] = Counter()
-        files = (f"{folder / 'peer.pem'}", f"{folder / 'peer.key'}", f"{folder / 'ca.pem'}")
-        config = PeerConfig(
-            "peer", Path("tcp:"), 1 << 30, io_workers=1, deadline_seconds=20.0, failures=3, probe_seconds=0.2,
-            negative_ttl_seconds=NEGATIVE_SECONDS,
-            peer=PeerSettings("127.0.0.1", port, *files, (PEER,), timeout_seconds=40.0),
-        )  # fmt: skip
-        context = TierContext(
-            ((self.arena_fd, ARENA_BYTES),), 1, self.registry,
-            asyncio.get_running_loop(), logging.getLogger("tests.peer"), self._count,
-        )  # fmt: skip
-        self.tier = PeerTier(config, context)
-        self.tier.start(self.listener)
-        self._ticking = asyncio.get_running_loop().create_task(self._tick())
+from tests.rigs.peer_live import NEGATIVE_SECONDS, PeerLive
 
 
 @pytest.mark.requirement("I1")

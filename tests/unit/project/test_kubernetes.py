@@ -135,3 +135,13 @@ def test_the_holder_is_found_by_the_daemon_and_outlives_it() -> None:
     (volume,) = pod["volumes"]
     assert volume["hostPath"]["path"] == _host_path("DaemonSet", given["--arena-dir"])
     assert found["spec"]["updateStrategy"] == {"type": "OnDelete"}
+
+
+def test_the_service_of_peers_names_the_daemon_s_pods_as_the_page_says() -> None:
+    service = _only("Service")
+    (port,) = service["spec"]["ports"]
+    assert service["spec"]["clusterIP"] == "None", "each pod's address, and not one for all"
+    assert service["spec"]["selector"].items() <= _only("DaemonSet")["spec"]["template"]["metadata"]["labels"].items()
+    page = (ROOT / "docs/peers.md").read_text()
+    assert f'url = "dns://{service["metadata"]["name"]}:{port["port"]}"' in page
+    assert f'listen_peers = "tcp://0.0.0.0:{port["port"]}"' in page

@@ -24,11 +24,11 @@ from kvdepot.core.calls import AttachCall, AttachReply
 from kvdepot.core.errors import InvalidArgument, KvDepotError, LimitExceeded, NotReady, ProtocolMismatch
 from kvdepot.proto import codec
 from kvdepot.server.attach.streams import StreamProxies, StreamProxy
-from kvdepot.server.config.addresses import ATTACH_SUFFIX
 from kvdepot.server.config.tenants import NO_TENANTS, Tenants
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import AttachmentInfo, Liveness, Membership, Owner, ProcessIdentity, Watch
 from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, bound_socket, silent_max
+from kvdepot.server.platform.addresses import ATTACH_SUFFIX
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.platform.peers import groups_of

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.core.errors import NoRoom, NotReady
-from kvdepot.server.config.addresses import SOCKET_PATH_BYTES_MAX
 from kvdepot.server.config.schema import STREAM_SUFFIX
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.stream_wire import OPENING, Opening
+from kvdepot.server.platform.addresses import SOCKET_PATH_BYTES_MAX
 from kvdepot.server.platform.identity import Owner
 from kvdepot.server.platform.token_bucket import TokenBuckets
 

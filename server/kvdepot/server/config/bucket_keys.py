@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvdepot.server.config.addresses import TCP, host_and_port
+from kvdepot.server.platform.addresses import is_peers_url
 from pydantic import BaseModel, Field, field_validator
 
 NO_LIBRARY: Final = "tiers of kind 'object' need the package obstore, which is not installed"
@@ -29,8 +29,7 @@ class BucketKeys(BaseModel):
     @field_validator("url")
     @classmethod
     def _check_bucket(cls, url: str) -> str:
-        if url.startswith(TCP):
-            host_and_port(url.removeprefix(TCP))
+        if is_peers_url(url):
             return url
         parts = urlsplit(url)
         whole = f"{parts.scheme}://{parts.netloc}"
@@ -55,7 +54,7 @@ class BucketKeys(BaseModel):
 
     def check_bucket(self) -> None:
         """Raise ValueError if the keys contradict each other, or the URL is a peer's."""
-        if self.url.startswith(TCP):
+        if is_peers_url(self.url):
             raise ValueError(f"expected the url of a bucket, got an address: {self.url}")
         if self.endpoint and not self.url.startswith("s3:"):
             raise ValueError("endpoint needs a url that begins with s3://")

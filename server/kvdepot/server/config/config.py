@@ -24,7 +24,6 @@ from kvdepot.core.object_keys import KeyRing
 from kvdepot.core.proc_text import HUGETLBFS
 from kvdepot.core.ram_size import arena_bytes_of
 from kvdepot.server.config import arena_directory, environment
-from kvdepot.server.config.addresses import TCP
 from kvdepot.server.config.bucket_keys import NO_LIBRARY, has_library
 from kvdepot.server.config.embedded_disk import NoDiskError, default_directory, tier_table
 from kvdepot.server.config.environment import Variable
@@ -45,6 +44,7 @@ from kvdepot.server.config.tenants import Tenants, check_tenants, parts_of, reso
 from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
 from kvdepot.server.config.tls import check_tls
 from kvdepot.server.depot.types import EVERY
+from kvdepot.server.platform.addresses import TCP
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import grp
 from pathlib import Path
 
-from kvdepot.server.config.addresses import TCP, check_listen_url, check_url, host_and_port
 from kvdepot.server.config.table import Table
+from kvdepot.server.platform.addresses import TCP, check_listen_url, check_url, host_and_port
 from pydantic import Field, field_validator
 
 DEFAULT_SOCKET = "unix:///run/kvdepot/kvdepot.sock"

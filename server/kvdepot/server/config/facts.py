@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.server.config import arena_directory
-from kvdepot.server.config.addresses import host_and_port, url_address
 from kvdepot.server.config.capacity_check import capacity_warnings
 from kvdepot.server.config.peers import nixl_keys
+from kvdepot.server.platform.addresses import host_and_port, url_address
 
 if TYPE_CHECKING:
     from kvdepot.core.errors import KvDepotError

@@ -19,6 +19,8 @@ COORDINATOR_RESERVE_BYTES = 32 * MIB
 """Private memory of a shared tier's coordinator without what it notes of files."""
 PEER_RESERVE_BYTES = 16 * MIB
 """What TLS and the names of certificates take of a worker of a peer tier."""
+OWNERS_RESERVE_BYTES = 32 * MIB
+"""What a tier of several peers knows of who has what: 65,536 objects with the names of their files."""
 NIXL_RESERVE_BYTES = 32 * MIB
 """What NIXL takes of a process that uses it: NumPy, its own memory, and the buffers of UCX. Measured: 15 to 24 MiB."""
 PEER_SERVER_RESERVE_BYTES = 32 * MIB

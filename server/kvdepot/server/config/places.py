@@ -15,7 +15,6 @@ from typing import Final
 
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.proc_text import Mount, is_below, mount_of, place_on_device
-from kvdepot.server.config.addresses import ATTACH_SUFFIX
 from kvdepot.server.config.memory_room import read_mounts
 from kvdepot.server.config.schema import (
     DATA_SUFFIX,
@@ -24,6 +23,7 @@ from kvdepot.server.config.schema import (
     STREAM_SUFFIX,
     Tables,
 )
+from kvdepot.server.platform.addresses import ATTACH_SUFFIX
 from kvdepot.server.platform.durable_files import TEMPORARY
 from kvdepot.server.platform.file_lock import LOCK_SUFFIX
 

@@ -15,6 +15,7 @@ from kvdepot.server.config.memory_room import (
     HANDLE_RESERVE_BYTES,
     NIXL_RESERVE_BYTES,
     OPENER_RESERVE_BYTES,
+    OWNERS_RESERVE_BYTES,
     PEER_RESERVE_BYTES,
     PEER_SERVER_RESERVE_BYTES,
 )
@@ -68,13 +69,16 @@ def object_config(tables: Tables, tier: TierTable, keys: KeyRing = NO_KEYS) -> O
 
 def peer_config(tables: Tables, tier: TierTable, peers: Peers) -> PeerConfig:
     """Return the settings of one peer tier."""
-    host, port = tier.peer_address
+    host, port = ("", 0) if tier.peer_places else tier.peer_address
     settings = PeerSettings(
         host, port, tables.tls.cert, tables.tls.key, tables.tls.client_ca, peers.names_of(tier.tenant or None),
         # The daemon's deadline comes first: it ends the worker, and with it whatever writes to the arena.
         timeout_seconds=2 * tier.deadline, lane=tier.lane,
     )  # fmt: skip
-    return PeerConfig(**_common(tables, tier), negative_ttl_seconds=tables.policy.negative_ttl, peer=settings)
+    return PeerConfig(
+        **_common(tables, tier), negative_ttl_seconds=tables.policy.negative_ttl, peer=settings,
+        places=tier.peer_places, peers_max=tier.peers_at_most,
+    )  # fmt: skip
 
 
 def _common(tables: Tables, tier: TierTable) -> dict[str, Any]:
@@ -124,15 +128,23 @@ def tiers_reserve_bytes(tables: Tables, capacity_bytes: int) -> int:
 
 
 def _reserve_bytes(tables: Tables, tier: TierTable, arena_bytes_max: int) -> int:
-    workers_bytes = tier.io_workers * worker_reserve_bytes(arena_bytes_max, codec=tier.codec_number is not Codec.NONE)
+    worker_bytes = worker_reserve_bytes(arena_bytes_max, codec=tier.codec_number is not Codec.NONE)
+    workers_bytes = tier.io_workers * worker_bytes
     if tier.kind != DISK_KIND:
-        handles = shared_config(tables, tier).handles_max
-        of_worker = PEER_RESERVE_BYTES + (NIXL_RESERVE_BYTES if tier.lane is Lane.NIXL else 0)
-        beside_bytes = {SHARED_KIND: COORDINATOR_RESERVE_BYTES, PEER_KIND: tier.io_workers * of_worker}
-        return workers_bytes + beside_bytes.get(tier.kind, 0) + handles * (HANDLE_RESERVE_BYTES + FILE_RESERVE_BYTES)
+        handles_bytes = shared_config(tables, tier).handles_max * (HANDLE_RESERVE_BYTES + FILE_RESERVE_BYTES)
+        if tier.kind == PEER_KIND:
+            return _peers_bytes(tier, worker_bytes) + handles_bytes
+        return workers_bytes + (COORDINATOR_RESERVE_BYTES if tier.kind == SHARED_KIND else 0) + handles_bytes
     journal_bytes = worker_reserve_bytes(0, codec=False)
     handles = _disk_layout(tables, tier).handles
     return workers_bytes + journal_bytes + OPENER_RESERVE_BYTES + handles * HANDLE_RESERVE_BYTES
+
+
+def _peers_bytes(tier: TierTable, worker_bytes: int) -> int:
+    """Return the memory of all workers of a peer tier, and of what it knows of several peers."""
+    of_worker = worker_bytes + PEER_RESERVE_BYTES + (NIXL_RESERVE_BYTES if tier.lane is Lane.NIXL else 0)
+    owners_bytes = OWNERS_RESERVE_BYTES if tier.peer_places else 0
+    return tier.peers_at_most * tier.io_workers * of_worker + owners_bytes
 
 
 def _disk_layout(tables: Tables, tier: TierTable) -> DiskLayout:

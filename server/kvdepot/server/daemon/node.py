@@ -29,7 +29,6 @@ from kvdepot.server.arena.populate import RETRY_SECONDS, Growth
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
 from kvdepot.server.config import arena_directory
-from kvdepot.server.config.addresses import host_and_port
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.depot_settings import depot_config
 from kvdepot.server.config.memory_room import MIB, file_system
@@ -53,6 +52,7 @@ from kvdepot.server.observe.tracing import Tracing
 from kvdepot.server.observe.verdicts import Verdicts
 from kvdepot.server.platform import processes
 from kvdepot.server.platform.accepting import SPARE_DESCRIPTORS, SpareDescriptors
+from kvdepot.server.platform.addresses import host_and_port
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.logs import drain, make_log
 from kvdepot.server.platform.service_notify import ServiceNotifier

@@ -16,7 +16,6 @@ from typing import Final
 
 from kvdepot.core.data_mapping import DataParts, pack_parts
 from kvdepot.core.errors import ConfigError, KvDepotError, NoRoom
-from kvdepot.server.config.addresses import TCP, url_address
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.peers import Peers
 from kvdepot.server.daemon.nixl_lender import NixlLender
@@ -36,6 +35,7 @@ from kvdepot.server.io.peer_wire import (
     Unconnected,
 )
 from kvdepot.server.io.proven_child import ProvenChild
+from kvdepot.server.platform.addresses import TCP, url_address
 from kvdepot.server.platform.backoff import Backoff
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.listening import bind_all

@@ -20,12 +20,12 @@ from kvdepot.server.arena.arena_file import check_arena
 from kvdepot.server.arena.arena_request import ArenaRequest, Outlook
 from kvdepot.server.arena.holding import held_files
 from kvdepot.server.config import arena_directory
-from kvdepot.server.config.addresses import ATTACH_SUFFIX, host_and_port, url_address
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.key_files import read_keys
 from kvdepot.server.config.tls import load_tls
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.observe import tracing
+from kvdepot.server.platform.addresses import ATTACH_SUFFIX, host_and_port, url_address
 from kvdepot.server.platform.file_lock import LOCK_SUFFIX, FileLock
 from kvdepot.server.platform.listening import bind_all
 from kvdepot.server.platform.own_files import open_own

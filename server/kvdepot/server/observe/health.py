@@ -13,9 +13,9 @@ from http import HTTPMethod, HTTPStatus
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from kvdepot.server.config.addresses import url_address
 from kvdepot.server.observe.live_page import FIGURES_PATH, HEADERS, page
 from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, silent_max
+from kvdepot.server.platform.addresses import url_address
 from kvdepot.server.platform.listening import bind_all
 from kvdepot.server.platform.logs import LogThrottle
 

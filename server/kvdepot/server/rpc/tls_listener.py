@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import grpc
 from kvdepot.core import limits
-from kvdepot.server.config.addresses import TCP, url_address
+from kvdepot.server.platform.addresses import TCP, url_address
 from kvdepot.server.platform.grpc_guards import guards
 from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.platform.own_thread import in_own_thread

@@ -236,9 +236,8 @@ class Tier(Protocol):
 class SharedTier(Tier, Protocol):
     """A tier whose traits say `shared`."""
 
-    @property
-    def source_id(self) -> int:
-        """Return the id of the arena of the daemon that this tier reads from, or 0 if it is none, or not known yet."""
+    def reads_from(self, source_id: int) -> bool:
+        """Return whether this tier reads from the daemon whose arena has this id. It may not be known yet."""
 
     def look_up(self, names: Sequence[ObjectName], done: Callable[[], None], *, again: bool = False) -> None:
         """Find out which of these names the tier has. They have no handles, and parents come first.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.config import Config, check
+from kvdepot.server.config.memory_room import PEER_RESERVE_BYTES
 from kvdepot.server.config.peers import Peers
+from kvdepot.server.config.tier_settings import peer_config
 from kvdepot.server.io import nixl_agent
 from kvdepot.server.io.peer_wire import Lane
+from kvdepot.server.tiers.peer.places import DnsName, PlacesFile
 
 TLS = {"cert": "/c", "key": "/k", "client_ca": "/ca", "allow_peers": ["DNS:Node-B", "URI:x"]}
 TIER = {"name": "b", "kind": "peer", "url": "tcp://node-b:7448", "capacity": "64MiB"}
+SEVERAL = TIER | {"url": "dns://peers.fleet:7448"}
 MANY = [f"URI:spiffe://fleet/{number:0>{181}}" for number in range(1024)]
 TENANTS = [{"name": "a", "users": ["1"], "peers": ["DNS:node-b"]}, {"name": "c", "users": ["2"], "peers": ["URI:x"]}]
 
@@ -59,6 +64,14 @@ def test_a_source_and_a_reader_are_told_by_address_and_names() -> None:
         ({"tier": [TIER], "tls": TLS | {"allow_peers": ["DNS:*.fleet"]}}, "got the pattern"),
         ({"daemon": LISTENING | {"listen_peers": "unix:///x"}}, "expected tcp://host:port"),
         ({"tier": [TIER | {"url": "s3://bucket"}]}, 'kind = "peer" needs url = "tcp://host:port"'),
+        ({"tier": [TIER | {"url": "dns://peers"}]}, 'expected "host:port"'),
+        ({"tier": [TIER | {"url": "file://peers"}]}, "expected file:///absolute/path"),
+        ({"tier": [TIER | {"peers_max": 2}]}, "tcp:// is one peer"),
+        ({"tier": [SEVERAL | {"peers_max": 33}]}, "less than or equal to 32"),
+        (
+            {"tier": [TIER | {"kind": "shared", "url": "", "path": "/x", "peers_max": 2}]},
+            'peers_max needs kind = "peer"',
+        ),
         ({"tier": [TIER | {"kind": "object"}]}, "expected the url of a bucket"),
         ({"tier": [TIER | {"path": "/x"}]}, 'path is no key of kind = "peer"'),
         ({"tier": [TIER | {"write": "commit"}]}, 'write is no key of kind = "peer": nothing is written there'),
@@ -83,6 +96,23 @@ def test_a_source_and_a_reader_are_told_by_address_and_names() -> None:
 )
 def test_what_cannot_be_meant_is_refused(tables: dict[str, Any], said: str) -> None:
     assert said in refusal(**tables)
+
+
+@pytest.mark.parametrize(
+    ("url", "places"),
+    [
+        ("dns://peers.fleet:7448", DnsName("peers.fleet", 7448)),
+        ("file:///etc/kvdepot/peers", PlacesFile(Path("/etc/kvdepot/peers"))),
+    ],
+)
+def test_several_peers_are_told_by_a_name_or_a_file_and_take_memory_each(url: str, places: object) -> None:
+    config = checked(tier=[TIER | {"url": url, "peers_max": 2}])
+    peer = peer_config(config.tables, config.tables.tier[0], config.peers)
+    assert (peer.places, peer.peers_max) == (places, 2)
+    more = checked(tier=[TIER | {"url": url, "peers_max": 5}])
+    one = checked(tier=[TIER])
+    assert one.arena_bytes > config.arena_bytes > more.arena_bytes
+    assert config.arena_bytes - more.arena_bytes >= 3 * 2 * PEER_RESERVE_BYTES
 
 
 @pytest.mark.requirement("S4")

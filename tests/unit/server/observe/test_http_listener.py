@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import pytest
-from kvdepot.server.config.addresses import host_and_port, url_address
 from kvdepot.server.observe import health
 from kvdepot.server.observe.health import HttpListener, Readiness
+from kvdepot.server.platform.addresses import host_and_port, url_address
 
 BODY = b"# HELP kvdepot_x\n"
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvdepot.server.io.peer_wire import PeerSettings
+from kvdepot.server.tiers.peer.places import DnsName, PlacesFile
 from kvdepot.server.tiers.shared.config import SharedConfig
+
+FIND_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +19,6 @@ class PeerConfig(SharedConfig):
     touches: bool = False
     kind: str = "peer"
     peer: PeerSettings = field(default_factory=lambda: PeerSettings("", 0, "", "", "", (), 10.0))
+    places: DnsName | PlacesFile | None = None  # of several peers: `peer` has neither host nor port
+    peers_max: int = 1
+    find_seconds: float = FIND_SECONDS  # between two looks at `places`

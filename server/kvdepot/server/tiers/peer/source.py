@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvdepot.server.io.jobs import Answer, Job, Priority, ReadFile
-from kvdepot.server.io.peer_wire import Lane
+from kvdepot.server.io.peer_wire import Lane, PeerSettings
+from kvdepot.server.io.pool import IoPool
 from kvdepot.server.storage.base import Loan
-from kvdepot.server.tiers.workers import PassedWorkers, Workers
+from kvdepot.server.tiers.workers import PassedWorkers
 
 
 class SourceWorkers(PassedWorkers):
@@ -18,10 +20,13 @@ class SourceWorkers(PassedWorkers):
     """
 
     def __init__(
-        self, workers: Workers, *, place: str, log: logging.Logger, count: Callable[[str, float], None]
-    ) -> None:
-        super().__init__(workers)
-        self.source_id = 0
+        self, pool: IoPool, peer: PeerSettings, *, place: str, log: logging.Logger,
+        count: Callable[[str, float], None],
+    ) -> None:  # fmt: skip
+        super().__init__(pool)
+        self._pool = pool
+        self._peer = peer
+        self._source_id = 0
         self._place = place
         self._log = log
         self._count = count
@@ -29,7 +34,7 @@ class SourceWorkers(PassedWorkers):
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
         def answered(answer: Answer) -> None:
-            self.source_id = answer.source_id or self.source_id
+            self._source_id = answer.source_id or self._source_id
             if answer.lane:
                 self._note(answer.lane)
                 if isinstance(job, ReadFile):
@@ -37,6 +42,15 @@ class SourceWorkers(PassedWorkers):
             done(answer)
 
         super().submit(job, priority=priority, done=answered, loan=loan)
+
+    def reads_from(self, source_id: int) -> bool:
+        """Return whether the daemon with this arena was the last one to answer."""
+        return self._source_id == source_id
+
+    def use_names(self, names: tuple[str, ...]) -> None:
+        """Accept certificates with these names from now on. Workers of before finish their jobs."""
+        self._peer = replace(self._peer, names=names)
+        self._pool.renew("", self._peer.pack())
 
     def _note(self, lane: str) -> None:
         if lane != self._lane and (self._lane or lane != Lane.STREAM):

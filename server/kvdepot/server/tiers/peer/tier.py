@@ -1,16 +1,24 @@
-"""A peer tier: a shared tier whose files are the objects in the RAM of another daemon (ADR 78). It is only read."""
+"""A peer tier: a shared tier whose files are the objects in the RAM of another daemon (ADR 78). It is only read.
+
+It may have several peers, which come and go (ADR 84).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Final
 
+from kvdepot.core.report import TierStatus
 from kvdepot.server.io.jobs import Probe
-from kvdepot.server.io.pool import IoPool
-from kvdepot.server.storage.base import IoOutcome, ObjectName, TierTraits
+from kvdepot.server.platform.addresses import TCP, url_address
+from kvdepot.server.storage.base import IoOutcome, ObjectName, TierListener, TierTraits
 from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.peer.config import PeerConfig
+from kvdepot.server.tiers.peer.group import PeerGroup
+from kvdepot.server.tiers.peer.places import Finder, Place, chosen
 from kvdepot.server.tiers.peer.source import SourceWorkers
 from kvdepot.server.tiers.pools import TierContext
 from kvdepot.server.tiers.shared.prober import Prober
@@ -27,19 +35,81 @@ class PeerTier(SharedTier):
 
     def __init__(self, config: PeerConfig, context: TierContext) -> None:
         """Build the tier. No process is made before `start`."""
-        self._pool: IoPool = context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, peer=config.peer.pack())
+        self._peer_config = config
+        self._context = context
         self._peer = config.peer
-        self._workers = SourceWorkers(self._pool, place=str(config.path), log=context.log, count=context.count)
-        prober = Prober(
+        self._finder: Finder | None = None
+        self._troubled_finding = ""
+        self._workers: SourceWorkers | PeerGroup
+        if config.places is None:
+            self._workers = self._made((config.peer.host, config.peer.port))
+        else:
+            self._workers = PeerGroup(
+                self._made, name=config.name, arena_id=context.arena_id, loop=context.loop, log=context.log
+            )
+            find, most = config.places.find, config.peers_max
+            self._finder = Finder(
+                lambda: chosen(find(), context.arena_id, most), context.loop, every_seconds=config.find_seconds,
+                found=self._found_places, failed=self._found_no_places,
+            )  # fmt: skip
+        self._prober = Prober(
             self._workers, node=f"{context.arena_id:016x}-{config.name}", loop=context.loop,
             retry_seconds=config.probe_seconds,
         )  # fmt: skip
-        super().__init__(config, data=self._workers, coordinator=prober, log=context.log, count=context.count)
+        super().__init__(config, data=self._workers, coordinator=self._prober, log=context.log, count=context.count)
         self.traits = TierTraits(shared=True, read_only=True)
+        self._start: Callable[[], None] | None = None  # once it is known where peers are
 
-    @property
-    def source_id(self) -> int:
-        return self._workers.source_id
+    def _made(self, place: Place) -> SourceWorkers:
+        """Return workers of the peer at this place, without processes."""
+        (host, port), config = place, self._peer_config
+        peer = replace(self._peer, host=host, port=port)
+        config = replace(config, path=Path(f"{TCP}{url_address(host, port)}"))
+        pool = self._context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, peer=peer.pack())
+        return SourceWorkers(pool, peer, place=str(config.path), log=self._context.log, count=self._context.count)
+
+    def start(self, listener: TierListener) -> None:
+        if self._finder is None:
+            super().start(listener)
+            return
+        self._start = partial(super().start, listener)
+        self._finder.start()
+
+    async def close(self) -> None:
+        if self._finder is not None:
+            self._finder.close()
+        await super().close()
+
+    def reads_from(self, source_id: int) -> bool:
+        return self._workers.reads_from(source_id)
+
+    def status(self) -> TierStatus:
+        """Return the status. Of several peers, `reason` also says which of them cannot be asked."""
+        status = super().status()
+        if not isinstance(self._workers, PeerGroup):
+            return status
+        reasons = (status.reason, self._troubled_finding, self._workers.trouble)
+        return replace(status, reason="; ".join(dict.fromkeys(reason for reason in reasons if reason)))
+
+    def _found_places(self, places: Sequence[Place]) -> None:
+        assert isinstance(self._workers, PeerGroup)
+        self._troubled_finding = ""
+        new = self._workers.use(places)
+        self._start_once()
+        if new:
+            self._prober.hurry()
+
+    def _found_no_places(self, why: str) -> None:
+        """Stay with the peers of before."""
+        if why != self._troubled_finding:
+            self._log.warning("tier %s: %s: %s", self.name, self._config.path, why)
+        self._troubled_finding = why
+        self._start_once()
+
+    def _start_once(self) -> None:
+        start, self._start = self._start, None
+        if start is not None:
+            start()
 
     @property
     def writable(self) -> bool:
@@ -52,7 +122,8 @@ class PeerTier(SharedTier):
 
     def use_names(self, names: tuple[str, ...]) -> None:
         """Accept certificates with these names from now on. Workers of before finish their jobs."""
-        if names != self._peer.names:
-            self._peer = replace(self._peer, names=names)
-            self._directory.absent.clear()
-            self._pool.renew("", self._peer.pack())
+        if names == self._peer.names:
+            return
+        self._peer = replace(self._peer, names=names)
+        self._directory.absent.clear()
+        self._workers.use_names(names)

@@ -36,6 +36,12 @@ class Prober:
         self._data.renew("")
         self._probe()
 
+    def hurry(self) -> None:
+        """Try again now, if a probe has failed and the next one waits: there is a new place."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._probe()
+
     def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
         """Do nothing: nobody counts what lies there."""
 

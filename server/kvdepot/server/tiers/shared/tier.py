@@ -198,9 +198,8 @@ class SharedTier:
             self._directory.keys = keys
             self._directory.absent.clear()
 
-    @property
-    def source_id(self) -> int:
-        return 0
+    def reads_from(self, source_id: int) -> bool:  # noqa: ARG002
+        return False
 
     def look_up(self, names: Sequence[ObjectName], done: Callable[[], None], *, again: bool = False) -> None:
         if not self.readable:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 TCP: Final = "tcp://"
+DNS: Final = "dns://"
+FILE: Final = "file://"
 ATTACH_SUFFIX = ".attach"
 SOCKET_PATH_BYTES_MAX = 107
 """Bytes of a path in sockaddr_un (unix(7)), without its final zero."""
@@ -24,6 +26,17 @@ def host_and_port(address: str) -> tuple[str, int]:
 def url_address(host: str, port: int) -> str:
     """Return the address as a URL has it: IPv6 in brackets, its zone escaped (RFC 6874)."""
     return f"[{host.replace('%', '%25')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_peers_url(url: str) -> bool:
+    """Return whether this says where a peer is, or several are. Raise ValueError if it says so, and not where."""
+    for scheme in (TCP, DNS):
+        if url.startswith(scheme):
+            host_and_port(url.removeprefix(scheme))
+            return True
+    if url.startswith(FILE) and not url.startswith(f"{FILE}/"):
+        raise ValueError(f"expected {FILE}/absolute/path, got {url!r}")
+    return url.startswith(FILE)
 
 
 def check_listen_url(url: str) -> None:

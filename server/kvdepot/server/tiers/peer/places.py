@@ -1,0 +1,113 @@
+"""Where the peers of a tier are: all addresses of a DNS name, or the lines of a file, looked up again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from kvdepot.server.platform.addresses import host_and_port
+
+FILE_BYTES_MAX: Final = 1 << 20
+_COMMENT: Final = "#"
+
+Place = tuple[str, int]
+"""Host and port."""
+
+
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """Each address of this name is a peer, as with a headless service of Kubernetes."""
+
+    host: str
+    port: int
+
+    def find(self) -> tuple[Place, ...]:
+        """Resolve the name. May take long. Raise OSError."""
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        return tuple(sorted({(str(one[4][0]), self.port) for one in found}))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacesFile:
+    """Each line is the `host:port` of a peer. The text after `#` does not count."""
+
+    path: Path
+
+    def find(self) -> tuple[Place, ...]:
+        """Read the file. May take long. Raise OSError, or ValueError for a line that is no address."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer would wait
+        with os.fdopen(fd, "rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            raise ValueError(f"more than {FILE_BYTES_MAX} bytes")
+        found = set()
+        for number, line in enumerate(data.decode().splitlines(), 1):
+            text = line.partition(_COMMENT)[0].strip()
+            if not text:
+                continue
+            try:
+                found.add(host_and_port(text))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+        return tuple(sorted(found))
+
+
+def chosen(places: Iterable[Place], arena_id: int, most: int) -> tuple[Place, ...]:
+    """Return at most so many places, by rendezvous hashing: each daemon has others, and keeps them while they exist."""
+
+    def rank(place: Place) -> bytes:
+        return blake2b(f"{arena_id:016x} {place[0]} {place[1]}".encode(), digest_size=8).digest()
+
+    return tuple(sorted(sorted(places, key=rank)[:most]))
+
+
+class Finder:
+    """Looks for places by a thread of its own: a resolver may hang, and so may the mount of a file.
+
+    `found` and `failed` are called on the loop's thread, after each look.
+    """
+
+    def __init__(
+        self, find: Callable[[], tuple[Place, ...]], loop: asyncio.AbstractEventLoop, *, every_seconds: float,
+        found: Callable[[tuple[Place, ...]], None], failed: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`find` may take long. It raises OSError or ValueError."""
+        self._find = find
+        self._loop = loop
+        self._every_seconds = every_seconds
+        self._found = found
+        self._failed = failed
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._look, name="kvdepot-peers", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more. A look that hangs is left to itself."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.is_set():
+            try:
+                places = self._find()
+            except (OSError, ValueError) as error:
+                self._tell(self._failed, str(error) or type(error).__name__)
+            else:
+                self._tell(self._found, places)
+            self._closed.wait(self._every_seconds)
+
+    def _tell(self, listener: Callable[[Any], None], what: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._pass_on, listener, what)
+
+    def _pass_on(self, listener: Callable[[Any], None], what: object) -> None:
+        if not self._closed.is_set():
+            listener(what)

@@ -1,0 +1,179 @@
+"""A peer tier with several peers: real workers, real daemons, a list that changes (ADR 84)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvdepot.core.objectfile import ObjectName
+from kvdepot.server.io.peer_wire import TO_READER, Refusal, Refused
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.storage.shared_layout import object_file
+from kvdepot.server.tiers.conformance_harness import name_of, payload_of
+from kvdepot.server.tiers.peer.group import PeerGroup
+from kvdepot.server.tiers.peer.places import PlacesFile
+
+from tests.fakes.lying_source import OF_PULLS, LyingSource
+from tests.rigs.certificates import Authority
+from tests.rigs.patience import wait_until
+from tests.rigs.peer_fleet import PEER, Fleet, located, payloads, port_of, stored, tier_of
+from tests.rigs.peer_live import PeerLive
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, status_of
+
+NAMES = [name_of(number) for number in range(1, 5)]
+
+
+class Sources:
+    """Two sources, and the file that lists peers."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        authority = Authority(folder)
+        files = authority.issue("peer", PEER)
+        payload = {name.key: payload_of(name) for name in NAMES}
+        self.each = [stack.enter_context(LyingSource(files, authority.pem, payload.__getitem__)) for _ in range(2)]
+        self.file = folder / "peers"
+        self.list(*self.each)
+
+    def list(self, *sources: LyingSource) -> None:
+        self.file.write_text("".join(f"127.0.0.1:{source.port}\n" for source in sources))
+
+
+def with_sources(folder: Path, test: Callable[[Sources, PeerLive], Awaitable[None]], **more: Any) -> None:
+    async def run(sources: Sources) -> None:
+        live = PeerLive(folder, places=PlacesFile(sources.file), peers_max=4, find_seconds=0.05, **more)
+        try:
+            await test(sources, live)
+        finally:
+            await live.close()
+
+    with ExitStack() as stack:
+        asyncio.run(run(Sources(folder, stack)))
+
+
+async def found(live: PeerLive, *names: ObjectName) -> dict[ObjectName, int]:
+    """Look up until all are found: what was absent a moment ago is not asked for again at once."""
+    handles: dict[ObjectName, int] = {}
+    while set(handles) != set(names):
+        handles.update(await live.look_up(*(name for name in names if name not in handles)))
+    return handles
+
+
+async def readable(live: PeerLive) -> None:
+    await live.until(lambda: live.tier.readable and not live.tier.status().reason, "it serves")
+
+
+@pytest.mark.requirement("T3")
+def test_objects_of_both_peers_are_found_and_read(tmp_path: Path) -> None:
+    async def test(sources: Sources, live: PeerLive) -> None:
+        first, second = sources.each
+        first.keys.update(name.key for name in NAMES[:2])
+        second.keys.update(name.key for name in NAMES[1:3])
+        await readable(live)
+        handles = await found(live, *NAMES[:3])
+        assert not await live.look_up(NAMES[3])
+        for name in NAMES[:3]:
+            assert await live.read(handles[name], name) == (IoOutcome.OK, payload_of(name))
+
+    with_sources(tmp_path, test)
+
+
+def gone(_: LyingSource, __: bytes) -> Iterator[bytes]:
+    yield TO_READER.pack(Refused(Refusal.GONE))
+
+
+def ended(_: LyingSource, __: bytes) -> Iterator[bytes]:
+    yield b""
+    raise ConnectionAbortedError
+
+
+@pytest.mark.requirement("I1")
+@pytest.mark.parametrize("lie", [gone, ended])
+def test_an_object_that_one_peer_does_not_serve_is_read_from_the_other_one(
+    tmp_path: Path, lie: Callable[[LyingSource, bytes], Iterator[bytes]]
+) -> None:
+    async def test(sources: Sources, live: PeerLive) -> None:
+        for source in sources.each:
+            source.keys.update(name.key for name in NAMES)
+        await readable(live)
+        handles = await found(live, *NAMES)
+        liar = sources.each[0]
+        liar.pulls = lie
+        group = live.peer_tier._workers
+        assert isinstance(group, PeerGroup)
+        name, file = NAMES[0], object_file(NAMES[0])
+        await live.until(lambda: len(group._owners[file]) == 2, "both have said that they have it")
+        group._owners[file] = tuple(sorted(group._owners[file], key=lambda one: one.place[1] != liar.port))
+        assert await live.read(handles[name], name) == (IoOutcome.OK, payload_of(name))
+        assert liar.lied, "it was asked first"
+
+    with_sources(tmp_path, test)
+
+
+@pytest.mark.requirement("N1")
+def test_flipped_bits_of_one_peer_are_a_miss(tmp_path: Path) -> None:
+    async def test(sources: Sources, live: PeerLive) -> None:
+        for source in sources.each:
+            source.keys.update(name.key for name in NAMES)
+            source.pulls = OF_PULLS["bit in the middle"]
+        await readable(live)
+        handles = await found(live, NAMES[0])
+        assert (await live.read(handles[NAMES[0]], NAMES[0]))[0] is IoOutcome.CORRUPT
+        assert sum(source.lied for source in sources.each) == 1, "nobody else is asked for it now"
+
+    with_sources(tmp_path, test)
+
+
+def test_the_file_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
+    async def test(sources: Sources, live: PeerLive) -> None:
+        first, second = sources.each
+        first.keys.add(NAMES[0].key)
+        second.keys.add(NAMES[1].key)
+        sources.list()
+        await live.until(lambda: "no peer was found" in live.tier.status().reason, "nobody is listed")
+        assert not live.tier.readable
+        sources.list(first)
+        await readable(live)
+        handles = await found(live, NAMES[0])
+        assert await live.read(handles[NAMES[0]], NAMES[0]) == (IoOutcome.OK, payload_of(NAMES[0]))
+        sources.file.write_text("nonsense\n")
+        await live.until(lambda: "line 1" in live.tier.status().reason, "it is said")
+        assert await live.read(handles[NAMES[0]], NAMES[0]) == (IoOutcome.OK, payload_of(NAMES[0]))
+        sources.list(second)
+        await readable(live)
+        await found(live, NAMES[1])
+        outcome, _ = await live.read(handles[NAMES[0]], NAMES[0])
+        assert outcome is not IoOutcome.OK, "who had it is no peer any more"
+
+    with_sources(tmp_path, test)
+
+
+@pytest.mark.requirement("T3")
+def test_a_daemon_loads_from_all_daemons_of_a_list_that_names_itself_too(fleet: Fleet, tmp_path: Path) -> None:
+    own_port = fleet.port()
+    one, two = fleet.source(), fleet.source()
+    stored(one, keys_of("one", 3))
+    stored(two, keys_of("two", 3))
+    file = tmp_path / "peers"
+    file.write_text("".join(f"127.0.0.1:{port}\n" for port in (port_of(one), port_of(two), own_port)))
+    reader = fleet.reader(
+        url=f"file://{file}", ram="1GiB", of_tier="io_workers = 1\n", deadline="3s",
+        tls=f'[daemon]\nlisten_peers = "tcp://127.0.0.1:{own_port}"\n{fleet.tls()}',
+    )  # fmt: skip
+    with RawEngine(reader.socket) as engine:
+        for prompt in ("one", "two"):
+            located(engine, keys_of(prompt, 3))
+        assert engine.load(keys_of("one", 3)) == payloads(keys_of("one", 3))
+        reader.wait_for_log("is this daemon")
+        one.kill()
+        wait_until(lambda: engine.locate(keys_of("other", 1)) == 0 and tier_of(reader).reason, "one is said to be gone")
+        assert str(port_of(one)) in tier_of(reader).reason and tier_of(reader).breaker == "closed"
+        assert engine.load(keys_of("two", 3)) == payloads(keys_of("two", 3))
+        stored(two, keys_of("three", 3))
+        wait_until(lambda: engine.locate(keys_of("three", 3)) == 3 * CHUNK_TOKENS, "the other one is still asked")
+        assert engine.load(keys_of("three", 3)) == payloads(keys_of("three", 3))
+    assert status_of(reader.socket).counters["peer_loaded_bytes.peer-0/stream"] == 9 * OBJECT_BYTES

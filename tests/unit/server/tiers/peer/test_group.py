@@ -1,0 +1,388 @@
+"""Several peers as one tier: who is asked, who is waited for, and what if one does not serve an object (ADR 84)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, Probe, ReadFile, StatFiles
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.tiers.conformance_harness import name_of
+from kvdepot.server.tiers.peer import group
+from kvdepot.server.tiers.peer.group import LATE_SECONDS, PeerGroup
+from kvdepot.server.tiers.peer.places import Place
+
+from tests.rigs.patience import until
+
+ARENA = 7
+A, B, C = places = [("10.0.0.1", 7448), ("10.0.0.2", 7448), ("::1", 7448)]
+FILES = ("x", "y", "z")
+GONE = Answer(IoOutcome.GONE)
+LOAN: Any = object()
+
+
+class Workers:
+    """Those of one peer. The test answers each job."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Job, Callable[[Answer], None], Any]] = []
+        self.why_unusable = ""
+        self.guards: list[str] = []
+        self.names: tuple[str, ...] = ()
+        self.source_id = 0
+        self.closed = False
+
+    @property
+    def usable(self) -> bool:
+        return not self.why_unusable
+
+    def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Any = None) -> None:
+        self.jobs.append((job, done, loan))
+
+    def answer(self, answer: Answer) -> None:
+        self.source_id = answer.source_id or self.source_id
+        self.jobs.pop(0)[1](answer)
+
+    def has(self, *lengths: int, source_id: int = 99) -> None:
+        self.answer(Answer(IoOutcome.OK, lengths=lengths, source_id=source_id))
+
+    def renew(self, guard: str) -> None:
+        self.guards.append(guard)
+
+    def use_names(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def reads_from(self, source_id: int) -> bool:
+        return self.source_id == source_id
+
+    async def close(self, seconds: float = 3.0) -> int:
+        self.closed = True
+        return 0
+
+
+class Peers:
+    """A group in the loop of a test, and the workers of each peer."""
+
+    def __init__(self, *members: Place) -> None:
+        self.of: dict[Place, Workers] = {}
+        self.answers: list[Answer] = []
+        self.group = PeerGroup(
+            self._make, name="peers", arena_id=ARENA, loop=asyncio.get_running_loop(), log=logging.getLogger("tests.g")
+        )
+        self.group.use(members)
+
+    def _make(self, place: Place) -> Any:
+        self.of[place] = Workers()
+        return self.of[place]
+
+    def ask(self, job: Job, loan: Any = None) -> None:
+        self.group.submit(job, priority=Priority.LOAD, done=self.answers.append, loan=loan)
+
+    def look_up(self) -> None:
+        self.ask(StatFiles(FILES))
+
+    def read(self, file: str) -> None:
+        self.ask(ReadFile(file, name_of(1), ((0, 4096),), "aside"), LOAN)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        (answer,) = self.answers
+        assert answer.outcome is IoOutcome.OK
+        self.answers.clear()
+        return answer.lengths
+
+    @property
+    def outcome(self) -> IoOutcome:
+        (answer,) = self.answers
+        self.answers.clear()
+        return answer.outcome
+
+
+def with_peers(test: Callable[[Peers], Awaitable[None]], *members: Place) -> None:
+    async def run() -> None:
+        peers = Peers(*members)
+        await test(peers)
+        await peers.group.close()
+        assert all(workers.closed for workers in peers.of.values())
+
+    asyncio.run(run())
+
+
+def test_what_any_peer_has_is_found_and_read_from_one_that_has_it() -> None:
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        peers.of[A].has(10, ABSENT, ABSENT)
+        assert not peers.answers, "others may have the rest"
+        peers.of[B].has(10, 20, ABSENT)
+        peers.of[C].has(ABSENT, ABSENT, ABSENT)
+        assert peers.lengths == (10, 20, ABSENT)
+        peers.read("y")
+        assert [len(peers.of[place].jobs) for place in (A, B, C)] == [0, 1, 0]
+        peers.of[B].answer(Answer(IoOutcome.OK, raw_sum=3))
+        assert peers.outcome is IoOutcome.OK
+
+    with_peers(test, A, B, C)
+
+
+def test_a_lookup_ends_when_all_is_found_whoever_has_not_answered() -> None:
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        peers.of[B].has(10, 20, 30)
+        assert peers.lengths == (10, 20, 30)
+        peers.of[A].has(10, 20, 30)
+        assert not peers.answers, "it is answered once"
+        peers.read("x")
+        peers.read("x")
+        assert [len(peers.of[place].jobs) for place in (A, B)] == [1, 1], "a late answer counts for reads"
+
+    with_peers(test, A, B)
+
+
+def test_a_peer_that_hangs_is_not_waited_for_and_what_it_may_have_is_not_absent() -> None:
+    async def test(peers: Peers) -> None:
+        began = asyncio.get_running_loop().time()
+        peers.look_up()
+        peers.of[B].has(10, ABSENT, ABSENT)
+        await until(lambda: peers.answers, "it is answered without the other one")
+        assert asyncio.get_running_loop().time() - began >= LATE_SECONDS
+        assert peers.lengths == (10, UNKNOWN, UNKNOWN)
+        peers.look_up()
+        peers.of[A].jobs.clear()
+        peers.of[B].has(ABSENT, ABSENT, ABSENT)
+        await until(lambda: peers.answers, "it is answered without the other one")
+        assert peers.lengths == (UNKNOWN,) * 3
+
+    with_peers(test, A, B)
+
+
+@pytest.mark.parametrize("wrong", [Answer(IoOutcome.TIMEOUT), Answer(IoOutcome.OK, lengths=(1,))])
+def test_a_peer_that_fails_hides_nothing_and_proves_nothing_absent(wrong: Answer) -> None:
+    async def test(peers: Peers) -> None:
+        for order in ((A, B), (B, A)):
+            peers.look_up()
+            for place in order:
+                if place == A:
+                    peers.of[A].answer(wrong)
+                else:
+                    peers.of[B].has(10, ABSENT, ABSENT)
+            assert peers.lengths == (10, UNKNOWN, UNKNOWN)
+        peers.look_up()
+        peers.of[A].answer(Answer(IoOutcome.TIMEOUT))
+        peers.of[B].answer(Answer(IoOutcome.IO_ERROR))
+        assert peers.outcome in (IoOutcome.IO_ERROR, IoOutcome.TIMEOUT)
+
+    with_peers(test, A, B)
+
+
+@pytest.mark.parametrize("outcome", sorted(group._ANOTHER))
+def test_where_one_peer_does_not_serve_an_object_another_one_is_asked_under_the_same_loan(outcome: IoOutcome) -> None:
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        for place in (A, B):
+            peers.of[place].has(10, 20, 30)
+        peers.answers.clear()
+        peers.read("x")
+        first, second = sorted((A, B), key=lambda place: -len(peers.of[place].jobs))
+        peers.of[first].answer(Answer(outcome))
+        ((job, _, loan),) = peers.of[second].jobs
+        assert isinstance(job, ReadFile) and loan is LOAN and not peers.answers
+        peers.of[second].answer(Answer(outcome))
+        await until(lambda: peers.answers, "nobody else has it")
+        assert peers.outcome is outcome
+        assert not peers.of[first].jobs, "each is asked once"
+
+    with_peers(test, A, B, C)
+
+
+@pytest.mark.requirement("I1")
+@pytest.mark.parametrize("outcome", sorted(set(IoOutcome) - group._ANOTHER))
+def test_while_a_worker_may_still_write_or_after_damage_nobody_else_is_asked(outcome: IoOutcome) -> None:
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        for place in (A, B):
+            peers.of[place].has(10, 20, 30)
+        peers.answers.clear()
+        peers.read("x")
+        first = next(place for place in (A, B) if peers.of[place].jobs)
+        peers.of[first].answer(Answer(outcome))
+        assert peers.outcome is outcome
+        assert not peers.of[A].jobs and not peers.of[B].jobs
+
+    with_peers(test, A, B)
+
+
+def test_what_a_peer_has_no_more_is_not_asked_of_it_again_but_after_a_lookup() -> None:
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        for place in (A, B):
+            peers.of[place].has(10, 20, 30)
+        peers.answers.clear()
+        peers.read("x")
+        first, second = sorted((A, B), key=lambda place: -len(peers.of[place].jobs))
+        peers.of[first].answer(GONE)
+        peers.of[second].answer(Answer(IoOutcome.OK))
+        peers.answers.clear()
+        for _ in range(3):
+            peers.read("x")
+        assert [len(peers.of[place].jobs) for place in (first, second)] == [0, 3]
+
+    with_peers(test, A, B)
+
+
+@pytest.mark.requirement("N3")
+@pytest.mark.parametrize("outcome", sorted(group._FAILURES))
+def test_a_peer_that_failed_is_not_waited_for_and_read_from_last_until_it_answers(outcome: IoOutcome) -> None:
+    async def test(peers: Peers) -> None:
+        for fails in (True, False):
+            peers.look_up()
+            peers.of[A].answer(Answer(outcome) if fails else Answer(IoOutcome.OK, lengths=(10, 20, 30)))
+            if fails:
+                peers.of[B].has(10, ABSENT, ABSENT)
+            peers.answers.clear()
+            peers.of[B].jobs.clear()
+            peers.look_up()
+            peers.of[B].has(10, ABSENT, ABSENT)
+            assert bool(peers.answers) is fails, "without waiting for the other one"
+            peers.of[A].has(10, 20, 30)
+            peers.answers.clear()
+        peers.look_up()
+        peers.of[A].answer(Answer(outcome))
+        peers.of[B].has(10, 20, 30)
+        for _ in range(3):
+            peers.read("x")
+        assert [len(peers.of[place].jobs) for place in (A, B)] == [0, 3]
+        peers.answers.clear()
+        peers.of[B].answer(GONE)
+        assert len(peers.of[A].jobs) == 1, "rather than from nobody"
+
+    with_peers(test, A, B)
+
+
+def test_an_object_of_peers_that_cannot_be_asked_is_gone() -> None:
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        peers.of[A].has(10, 20, 30)
+        peers.of[B].has(ABSENT, ABSENT, ABSENT)
+        peers.answers.clear()
+        peers.of[A].why_unusable = "disabled: timeout"
+        peers.read("x")
+        await until(lambda: peers.answers, "it is answered")
+        assert peers.outcome is IoOutcome.GONE
+        assert not peers.of[B].jobs
+
+    with_peers(test, A, B)
+
+
+def test_reads_go_to_the_peer_with_the_fewest_in_flight() -> None:
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        for place in (A, B, C):
+            peers.of[place].has(10, 20, 30)
+        for _ in range(6):
+            peers.read("x")
+        assert [len(peers.of[place].jobs) for place in (A, B, C)] == [2, 2, 2]
+        for _ in range(2):
+            peers.of[B].answer(Answer(IoOutcome.OK))
+        peers.read("x")
+        assert len(peers.of[B].jobs) == 1
+
+    with_peers(test, A, B, C)
+
+
+def test_of_an_object_of_which_nobody_knows_who_has_it_each_peer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "OWNERS_MAX", 2)
+
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        for place in (A, B):
+            peers.of[place].has(10, 20, 30)
+        peers.answers.clear()
+        peers.read("x")
+        for _ in range(2):
+            asked = next(place for place in (A, B) if peers.of[place].jobs)
+            peers.of[asked].answer(GONE)
+        await until(lambda: peers.answers, "nobody has it")
+        assert peers.outcome is IoOutcome.GONE
+
+    with_peers(test, A, B)
+
+
+def test_a_daemon_that_is_in_its_own_list_is_never_asked_again() -> None:
+    async def test(peers: Peers) -> None:
+        peers.group.renew("")
+        peers.look_up()
+        peers.of[A].has(10, 20, 30, source_id=ARENA)
+        peers.of[B].has(ABSENT, 20, ABSENT)
+        assert peers.lengths == (ABSENT, 20, ABSENT), "what it has itself is not to be loaded"
+        await until(lambda: peers.of[A].closed, "its workers end")
+        peers.look_up()
+        peers.group.use_names(("DNS:new",))
+        assert not peers.of[A].jobs and not peers.of[A].names and peers.of[B].names == ("DNS:new",)
+        peers.group.renew("again")
+        assert peers.of[A].guards == [""] and peers.of[B].guards == ["", "again"]
+        assert not peers.group.reads_from(ARENA) and peers.group.reads_from(99)
+        assert not peers.group.use((A, B)), "it is still known"
+
+    with_peers(test, A, B)
+
+
+def test_peers_come_and_go() -> None:
+    async def test(peers: Peers) -> None:
+        assert peers.group.why_unusable == "no peer was found"
+        assert peers.group.use((A, B))
+        peers.group.renew("token")
+        assert not peers.group.use((B, A))
+        peers.look_up()
+        for place in (A, B):
+            peers.of[place].has(10, 20, 30)
+        peers.answers.clear()
+        assert peers.group.use((B, C))
+        await until(lambda: peers.of[A].closed, "who is gone has no workers")
+        assert peers.of[C].guards == ["token"] and peers.of[B].guards == ["token"]
+        for _ in range(2):
+            peers.read("x")
+        assert [len(peers.of[place].jobs) for place in (A, B, C)] == [0, 2, 0]
+        assert not peers.group.use((B,))
+        assert peers.group.use((A, B)), "it is back, and has nothing known of it"
+        peers.read("x")
+        assert not peers.of[A].jobs
+
+    with_peers(test)
+
+
+def test_without_anybody_to_ask_nothing_is_said_of_the_objects() -> None:
+    async def test(peers: Peers) -> None:
+        for job in (StatFiles(FILES), ReadFile("x", name_of(1), None, "aside"), Probe("probe")):
+            peers.ask(job)
+            assert not peers.answers, "never from within the call"
+            await until(lambda: peers.answers, "it is answered")
+            assert peers.outcome is (IoOutcome.GONE if isinstance(job, ReadFile) else IoOutcome.CANCELLED)
+        peers.group.use((A, B))
+        for place in (A, B):
+            peers.of[place].why_unusable = "disabled: timeout"
+        assert peers.group.why_unusable == "10.0.0.1:7448: disabled: timeout; 10.0.0.2:7448: disabled: timeout"
+        peers.of[B].why_unusable = ""
+        assert peers.group.usable and not peers.group.why_unusable
+        assert peers.group.trouble == "10.0.0.1:7448: disabled: timeout"
+
+    with_peers(test)
+
+
+def test_a_group_serves_when_one_of_its_peers_does() -> None:
+    async def test(peers: Peers) -> None:
+        peers.ask(Probe("probe"))
+        peers.of[A].answer(Answer(IoOutcome.TIMEOUT))
+        assert not peers.answers
+        peers.of[B].answer(replace(Answer(IoOutcome.OK), source_id=99))
+        assert [answer.outcome for answer in peers.answers] == [IoOutcome.OK]
+        peers.answers.clear()
+        peers.ask(Probe("probe"))
+        for place in (A, B):
+            peers.of[place].answer(Answer(IoOutcome.TIMEOUT))
+        assert peers.outcome is IoOutcome.TIMEOUT
+
+    with_peers(test, A, B)
