@@ -131,8 +131,10 @@ class World:
                 source.prompts.append(keys_of(f"{source.node}of{next(self._numbers)}", CHUNKS))
                 for owner in owners:
                     owner.engine.store(source.prompts[-1])
-            for owner in owners:
-                wait_until(lambda: not status_of(owner.daemon.socket).tiers[0].pending_checksums, "all have checksums")  # noqa: B023
+            sockets = [owner.daemon.socket for owner in owners]
+            wait_until(
+                lambda: not any(status_of(one).tiers[0].pending_checksums for one in sockets), "all have checksums"
+            )
         return source.prompts.popleft()
 
     def store_own(self) -> None:

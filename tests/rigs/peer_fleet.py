@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,15 @@ LENDING: Final = "lend_nixl = true\n"
 LENT: Final = "RAM is lent over NIXL"
 """In the log of a source that lends, from then on."""
 BORROWING: Final = 'lane = "nixl"\n'
+
+
+def peer_tiers(urls: Iterable[str], deadline: str, of_tier: str = "") -> str:
+    """Return a peer tier for each of these URLs. `of_tier`: further lines of each."""
+    return "".join(
+        f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "{url}"\ncapacity = "64MiB"\n'
+        f'deadline = "{deadline}"\n{of_tier}\n'
+        for number, url in enumerate(urls)
+    )
 
 
 def filled(engine: RawEngine, daemon: DaemonProcess, prompt: str) -> list[list[bytes]]:
@@ -70,11 +80,7 @@ class Fleet:
     ) -> DaemonProcess:
         """Start a daemon with a peer tier for each port, or with one for the URL of several peers."""
         urls = [url] if url else [f"tcp://{host}:{port}" for port in ports]
-        tiers = "".join(
-            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "{one}"\ncapacity = "64MiB"\n'
-            f'deadline = "{deadline}"\n{of_tier}\n'
-            for number, one in enumerate(urls)
-        )
+        tiers = peer_tiers(urls, deadline, of_tier)
         daemon = self._start(f'{tls or self.tls()}{tiers}[breaker]\nfailures = 3\nprobe_every = "1s"\n{more}', ram)
         for number in range(len(urls) if ready else 0):
             wait_until(lambda: tier_of(daemon, number).state == "ready", lambda: f"ready: {tier_of(daemon, number)}")  # noqa: B023

@@ -10,7 +10,7 @@ from typing import Final
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.network import Network
 from tests.rigs.patience import wait_until
-from tests.rigs.peer_fleet import BORROWING, LENDING, RAM, Fleet, tier_of
+from tests.rigs.peer_fleet import BORROWING, LENDING, RAM, Fleet, peer_tiers, tier_of
 
 PORT: Final = 7448
 """Of all sources: each has an address of its own."""
@@ -44,12 +44,13 @@ class PeerNetwork(Fleet):
 
         `borrows`: over NIXL. `listed`: with one tier instead, whose peers are in a file.
         """
-        urls = [f"tcp://{self.network.address(source)}:{PORT}" for source in sources]
+        places = [f"{self.network.address(source)}:{PORT}" for source in sources]
+        urls = [f"tcp://{place}" for place in places]
         if listed:
             file = self.folder / f"peers-of-{node}"
-            file.write_text("".join(f"{url.removeprefix('tcp://')}\n" for url in urls))
+            file.write_text("\n".join(places))
             urls = [f"file://{file}"]
-        tiers = self._tiers(urls, deadline=deadline, borrows=borrows)
+        tiers = peer_tiers(urls, deadline, BORROWING if borrows else "")
         ram = LARGE_RAM if borrows or listed else ram
         daemon = self._at(node, f"{self.tls()}{tiers}[breaker]\n{breaker}{more}", ram, cpus)
         wait_until(lambda: self.ready(daemon, len(urls)), "all its tiers are ready")
@@ -68,15 +69,8 @@ class PeerNetwork(Fleet):
 
     def tiers(self, *sources: int, deadline: str, borrows: bool) -> str:
         """Return the tables of a reader's tiers, one for each of these nodes."""
-        urls = [f"tcp://{self.network.address(source)}:{PORT}" for source in sources]
-        return self._tiers(urls, deadline=deadline, borrows=borrows)
-
-    def _tiers(self, urls: Iterable[str], *, deadline: str, borrows: bool) -> str:
-        return "".join(
-            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "{url}"\n'
-            f'capacity = "64MiB"\ndeadline = "{deadline}"\n{BORROWING if borrows else ""}'
-            for number, url in enumerate(urls)
-        )
+        urls = (f"tcp://{self.network.address(source)}:{PORT}" for source in sources)
+        return peer_tiers(urls, deadline, BORROWING if borrows else "")
 
     @staticmethod
     def ready(daemon: DaemonProcess, tiers: int) -> bool:

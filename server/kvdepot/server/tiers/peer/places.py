@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvdepot.server.platform.addresses import host_and_port
+from kvdepot.server.platform.own_thread import in_own_thread
 
 FILE_BYTES_MAX: Final = 1 << 20
 _COMMENT: Final = "#"
@@ -70,9 +69,9 @@ def chosen(places: Iterable[Place], arena_id: int, most: int) -> tuple[Place, ..
 
 
 class Finder:
-    """Looks for places by a thread of its own: a resolver may hang, and so may the mount of a file.
+    """Looks for places again and again. A resolver may hang, and so may the mount of a file.
 
-    `found` and `failed` are called on the loop's thread, after each look.
+    `found` or `failed` is called after each look, on the loop's thread.
     """
 
     def __init__(
@@ -85,29 +84,22 @@ class Finder:
         self._every_seconds = every_seconds
         self._found = found
         self._failed = failed
-        self._closed = threading.Event()
+        self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        threading.Thread(target=self._look, name="kvdepot-peers", daemon=True).start()
+        self._looking = self._loop.create_task(self._look())
 
     def close(self) -> None:
         """Look no more. A look that hangs is left to itself."""
-        self._closed.set()
+        if self._looking is not None:
+            self._looking.cancel()
 
-    def _look(self) -> None:
-        while not self._closed.is_set():
+    async def _look(self) -> None:
+        while True:
             try:
-                places = self._find()
+                places = await in_own_thread(self._find)
             except (OSError, ValueError) as error:
-                self._tell(self._failed, str(error) or type(error).__name__)
+                self._failed(str(error) or type(error).__name__)
             else:
-                self._tell(self._found, places)
-            self._closed.wait(self._every_seconds)
-
-    def _tell(self, listener: Callable[[Any], None], what: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._pass_on, listener, what)
-
-    def _pass_on(self, listener: Callable[[Any], None], what: object) -> None:
-        if not self._closed.is_set():
-            listener(what)
+                self._found(places)
+            await asyncio.sleep(self._every_seconds)

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvdepot.core.report import TierStatus
 from kvdepot.server.io.jobs import Probe
 from kvdepot.server.platform.addresses import TCP, url_address
 from kvdepot.server.storage.base import IoOutcome, ObjectName, TierListener, TierTraits
@@ -47,17 +46,19 @@ class PeerTier(SharedTier):
             self._workers = PeerGroup(
                 self._made, name=config.name, arena_id=context.arena_id, loop=context.loop, log=context.log
             )
-            find, most = config.places.find, config.peers_max
-            self._finder = Finder(
-                lambda: chosen(find(), context.arena_id, most), context.loop, every_seconds=config.find_seconds,
-                found=self._found_places, failed=self._found_no_places,
-            )  # fmt: skip
         self._prober = Prober(
             self._workers, node=f"{context.arena_id:016x}-{config.name}", loop=context.loop,
             retry_seconds=config.probe_seconds,
         )  # fmt: skip
         super().__init__(config, data=self._workers, coordinator=self._prober, log=context.log, count=context.count)
         self.traits = TierTraits(shared=True, read_only=True)
+        if config.places is not None:
+            find, most = config.places.find, config.peers_max
+            self._finder = Finder(
+                lambda: chosen(find(), context.arena_id, most), context.loop, every_seconds=config.find_seconds,
+                found=self._guard.safe("taking peers", self._found_places),
+                failed=self._guard.safe("telling that none was found", self._found_no_places),
+            )  # fmt: skip
         self._start: Callable[[], None] | None = None  # once it is known where peers are
 
     def _made(self, place: Place) -> SourceWorkers:
@@ -83,13 +84,10 @@ class PeerTier(SharedTier):
     def reads_from(self, source_id: int) -> bool:
         return self._workers.reads_from(source_id)
 
-    def status(self) -> TierStatus:
-        """Return the status. Of several peers, `reason` also says which of them cannot be asked."""
-        status = super().status()
-        if not isinstance(self._workers, PeerGroup):
-            return status
-        reasons = (status.reason, self._troubled_finding, self._workers.trouble)
-        return replace(status, reason="; ".join(dict.fromkeys(reason for reason in reasons if reason)))
+    def _reasons(self) -> tuple[str, ...]:
+        """Return also which of several peers cannot be asked."""
+        others = self._workers.trouble if isinstance(self._workers, PeerGroup) else ""
+        return (*super()._reasons(), self._troubled_finding, others)
 
     def _found_places(self, places: Sequence[Place]) -> None:
         assert isinstance(self._workers, PeerGroup)

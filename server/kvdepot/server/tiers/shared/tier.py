@@ -229,7 +229,7 @@ class SharedTier:
             ready_bytes=self._config.capacity_bytes,
             used_bytes=report.used_bytes if report else 0,
             state=shown(self._health, self._data),
-            reason=self._reason(),
+            reason="; ".join(dict.fromkeys(reason for reason in self._reasons() if reason)),
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,
             written_today_bytes=self._directory.budget.used,
@@ -253,12 +253,12 @@ class SharedTier:
         since = datetime.fromtimestamp(int(self._counting_since), UTC).isoformat().removesuffix("+00:00")
         return f"{COUNTING} {report.counted_files} files since {since}Z"
 
-    def _reason(self) -> str:
+    def _reasons(self) -> tuple[str, ...]:
+        """Return why not all is well, as far as it is not: an empty text says nothing."""
         noted = self._report.reason if self._report else ""
         doubt = self._health.doubt or self._data.breaker.doubt
         limited = self._limits.reason if self._limits else ""
-        reasons = (self._why_not_writable() or doubt, self._directory.budget.reason, limited, self._trouble, noted)
-        return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+        return (self._why_not_writable() or doubt, self._directory.budget.reason, limited, self._trouble, noted)
 
     # Messages of the coordinator
 

@@ -85,6 +85,13 @@ class Peers:
     def look_up(self) -> None:
         self.ask(StatFiles(FILES))
 
+    def are_found(self, *owners: Place) -> None:
+        """Look up, and let these peers have all files."""
+        self.look_up()
+        for owner in owners:
+            self.of[owner].has(10, 20, 30)
+        assert self.lengths == (10, 20, 30)
+
     def read(self, file: str) -> None:
         self.ask(ReadFile(file, name_of(1), ((0, 4096),), "aside"), LOAN)
 
@@ -181,10 +188,7 @@ def test_a_peer_that_fails_hides_nothing_and_proves_nothing_absent(wrong: Answer
 @pytest.mark.parametrize("outcome", sorted(group._ANOTHER))
 def test_where_one_peer_does_not_serve_an_object_another_one_is_asked_under_the_same_loan(outcome: IoOutcome) -> None:
     async def test(peers: Peers) -> None:
-        peers.look_up()
-        for place in (A, B):
-            peers.of[place].has(10, 20, 30)
-        peers.answers.clear()
+        peers.are_found(A, B)
         peers.read("x")
         first, second = sorted((A, B), key=lambda place: -len(peers.of[place].jobs))
         peers.of[first].answer(Answer(outcome))
@@ -202,10 +206,7 @@ def test_where_one_peer_does_not_serve_an_object_another_one_is_asked_under_the_
 @pytest.mark.parametrize("outcome", sorted(set(IoOutcome) - group._ANOTHER))
 def test_while_a_worker_may_still_write_or_after_damage_nobody_else_is_asked(outcome: IoOutcome) -> None:
     async def test(peers: Peers) -> None:
-        peers.look_up()
-        for place in (A, B):
-            peers.of[place].has(10, 20, 30)
-        peers.answers.clear()
+        peers.are_found(A, B)
         peers.read("x")
         first = next(place for place in (A, B) if peers.of[place].jobs)
         peers.of[first].answer(Answer(outcome))
@@ -217,10 +218,7 @@ def test_while_a_worker_may_still_write_or_after_damage_nobody_else_is_asked(out
 
 def test_what_a_peer_has_no_more_is_not_asked_of_it_again_but_after_a_lookup() -> None:
     async def test(peers: Peers) -> None:
-        peers.look_up()
-        for place in (A, B):
-            peers.of[place].has(10, 20, 30)
-        peers.answers.clear()
+        peers.are_found(A, B)
         peers.read("x")
         first, second = sorted((A, B), key=lambda place: -len(peers.of[place].jobs))
         peers.of[first].answer(GONE)
@@ -297,10 +295,7 @@ def test_of_an_object_of_which_nobody_knows_who_has_it_each_peer_is_asked(monkey
     monkeypatch.setattr(group, "OWNERS_MAX", 2)
 
     async def test(peers: Peers) -> None:
-        peers.look_up()
-        for place in (A, B):
-            peers.of[place].has(10, 20, 30)
-        peers.answers.clear()
+        peers.are_found(A, B)
         peers.read("x")
         for _ in range(2):
             asked = next(place for place in (A, B) if peers.of[place].jobs)
@@ -336,10 +331,7 @@ def test_peers_come_and_go() -> None:
         assert peers.group.use((A, B))
         peers.group.renew("token")
         assert not peers.group.use((B, A))
-        peers.look_up()
-        for place in (A, B):
-            peers.of[place].has(10, 20, 30)
-        peers.answers.clear()
+        peers.are_found(A, B)
         assert peers.group.use((B, C))
         await until(lambda: peers.of[A].closed, "who is gone has no workers")
         assert peers.of[C].guards == ["token"] and peers.of[B].guards == ["token"]

@@ -131,4 +131,4 @@ def test_a_look_that_hangs_holds_up_nobody_and_no_end() -> None:
 
     asyncio.run(test())
     where.may_go_on.set()
-    wait_until(lambda: all(one.name != "kvdepot-peers" for one in threading.enumerate()), "its thread ends")
+    wait_until(lambda: all(one.name != "kvdepot-file" for one in threading.enumerate()), "its thread ends")
