@@ -424,6 +424,8 @@ def _audit_index(engine: Depot, heads: list[int]) -> None:
     indexed = [
         head for head in heads if rows.state[head] in (RowState.RESERVED, RowState.COMMITTED) and head not in detached
     ]
+    names = [(rows.namespace[head], rows.key(head), rows.kind[head]) for head in (*indexed, *detached)]
+    assert len(names) == len(set(names)), "two objects of one name: the next run would keep neither"
     with_rows = {ram.node_of(head) for head in indexed}
     assert NONE not in with_rows, "an object that the index does not know"
     nodes = set(index.nodes().tolist())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from kvdepot.core.calls import AcquireOutcome, ReserveOutcome
+from kvdepot.core.arena import NO_ROW, RowState
+from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.tree import attaching
 from kvdepot.server.depot.tree.free_slots import free_slot
@@ -169,18 +171,63 @@ def test_a_second_crash_meanwhile_costs_nothing() -> None:
     assert located(client) == 6
 
 
-def test_objects_stored_again_meanwhile_replace_the_former() -> None:
+@pytest.mark.requirement("I8")
+@pytest.mark.parametrize("crashes", [False, True])
+def test_objects_stored_again_meanwhile_replace_the_former(crashes: bool) -> None:
     rig = extended()
     client = restart(rig, opens=False)
     store(client, KEYS[:5], fill=3)
     audit(rig.depot)
+    assert rig.counter("adopted_objects.stored_again") == 1
+    if crashes:
+        verify(rig)
+        client = restart(rig, opens=False)
+        assert (rig.report.kept, rig.report.detached, rig.report.dropped) == (6, 0, {}), "the path is in RAM now"
     rig.tier.open()
     tick(rig)
-    assert rig.counter("adopted_objects.stored_again") == 1
-    assert rig.counter("adopted_objects.adopted") == 1, "the last chunk follows the new one"
+    assert rig.counter("adopted_objects.adopted") == (6 if crashes else 1), "the last chunk follows the new one"
     verify(rig)
     assert located(client) == 6
     assert read(rig, client.acquire(KEYS[4:5])[1]) == {3} and read(rig, client.acquire(KEYS[5:])[1]) == {9}
+
+
+@pytest.mark.requirement("I1", "I8")
+def test_a_crash_while_one_is_stored_again_costs_no_reservation() -> None:
+    """Two rows of one name would contradict each other: the next run could keep neither."""
+    rig = extended()
+    client = restart(rig, opens=False)
+    lease, reply = client.reserve(KEYS[:5])
+    write(rig, reply.extents, 3)
+    client = restart(rig, opens=False)
+    assert (rig.report.kept, rig.report.reserved, rig.report.dropped) == (1, 5, {})
+    assert client.commit(lease, *range(5)) == b"\x01" * 5
+    verify(rig)
+    rig.tier.open()
+    tick(rig)
+    verify(rig)
+    assert located(client) == 6
+
+
+def test_objects_that_are_stored_again_are_found_by_their_whole_name() -> None:
+    """Keys may share either half, and the kinds of a chunk share the whole key."""
+    rig = Rig(tier=SECOND_USE)
+    client = rig.attach(spec=HYBRID)
+    halves = [bytes([number]) * 8 for number in (1, 2, 255)]
+    keys = [first + second for first in halves for second in halves]
+    store(client, keys, kinds=BOTH)
+    verify(rig)
+    detached, rows = rig.depot._ram.detached, rig.depot._ram.rows
+    heads = np.flatnonzero(rows.states == RowState.COMMITTED)
+    kept = heads[rows.kinds[heads] != Kind.ATTENTION][1:]
+    detached.set(kept)
+    slot = rows.namespace[heads[0]]
+    for head in heads.tolist():
+        found = detached.find(slot, rows.key(head), rows.kind[head])
+        assert found == (head if head in kept else NO_ROW)
+    assert detached.find(slot + 1, rows.key(kept[0]), rows.kind[kept[0]]) == NO_ROW
+    for head in kept.tolist():
+        detached.remove(head)
+        assert detached.find(slot, rows.key(head), rows.kind[head]) == NO_ROW
 
 
 @pytest.mark.requirement("I4")

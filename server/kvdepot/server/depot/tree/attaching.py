@@ -75,8 +75,7 @@ class Attaching:
             node = self._tree.add_node(namespace, rows.key(row), above, boundary)
         elif index.parent(node) != above or index.boundary(node) != boundary:
             return "torn_fields"
-        elif index.row(node, kind) != NO_ROW:
-            return "stored_again"
+        assert index.row(node, kind) == NO_ROW, "what is stored again takes the place of what is detached"
         namespace.learn(kind, self._ram.size_bytes(row))
         self._ram.attach(row, node)
         return "adopted"

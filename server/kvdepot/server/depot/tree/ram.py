@@ -132,6 +132,7 @@ class RamTier:
             tree.refresh_node(node)
             return NO_ROW
         assert room is not None  # it has given the extents
+        self._replace_detached(namespace.slot, key, kind)
         row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
         self._index.set_row(node, kind, row)
         self.account.add(namespace.slot, 1, rounded)
@@ -202,6 +203,13 @@ class RamTier:
         self._mend(row)
         self.detached.remove(row)
         self._unindex(row)
+
+    def _replace_detached(self, slot: int, key: bytes, kind: int) -> None:
+        """Drop the detached object of a name that is about to be stored again."""
+        row = self.detached.find(slot, key, kind)
+        if row != NO_ROW:
+            self.drop_detached(row)
+            self._counters.add("adopted_objects.stored_again")
 
     def drop_detached_of(self, slot: int, limit: int) -> int:
         """Drop at most so many detached objects of a namespace. Return their number."""
