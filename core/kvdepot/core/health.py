@@ -97,6 +97,16 @@ def _peers_refused(_: DaemonStatus, growth: Growth) -> Texts:
         yield f"the process that sends to peers failed {_some(ended, 'time')} in the last 15 min", ""
 
 
+def _peer_unreachable(status: DaemonStatus, _: Growth) -> Texts:
+    """Where a whole tier cannot be used, its own problem says so."""
+    for tier in status.tiers:
+        others = [peer for peer in tier.peers if peer.state != "itself"]
+        out = [peer for peer in others if peer.state == "disabled"]
+        if out and tier.state not in DEGRADED_STATES and tier.breaker not in DISABLED:
+            more = f", and {len(out) - 1} more" if len(out) > 1 else ""
+            yield f"{tier.name}: of {len(others)} peers, {out[0].address} cannot be asked{more}: {out[0].reason}", ""
+
+
 def _tier_degraded(status: DaemonStatus, _: Growth) -> Texts:
     for tier in status.tiers:
         if tier.state in DEGRADED_STATES and tier.breaker not in DISABLED:
@@ -221,6 +231,7 @@ CHECKS: Final[Mapping[str, Callable[[DaemonStatus, Growth], Texts]]] = {
     "STORES_OFF": _stores_off,
     "TIER_DISABLED": _tier_disabled,
     "TIER_DEGRADED": _tier_degraded,
+    "PEER_UNREACHABLE": _peer_unreachable,
     "WORKERS_HANG": _workers_hang,
     "NO_JANITOR": _no_janitor,
     "OTHER_KEYS": _other_keys,

@@ -43,6 +43,38 @@ class WhatIfStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """A daemon that a peer tier loads from. Its figures count since it was last found."""
+
+    address: str  # host:port
+    state: str = ""  # new: it has not answered yet; ready, failing, or disabled; itself: it is this daemon
+    reason: Explanation = ""
+    arena_id: int = 0  # 0: it has not answered yet
+    breaker: str = ""  # closed, open or probing
+    lane: str = ""  # what objects came over last
+    reading_objects: int = 0  # now
+    loaded_objects: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0  # of these loads, one after the other
+    failed_objects: Mapping[str, int] = field(default_factory=dict)  # loads without a result, by outcome
+    lookups: int = 0  # that it has answered
+    lookup_seconds: float = 0.0  # of these, one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderStatus:
+    """Daemons that load from the RAM of this one, by a name of their certificate. Figures of this run."""
+
+    name: str
+    tenant: str = ""
+    leases: int = 0  # now
+    leased_bytes: int = 0
+    sent_objects: int = 0  # whole, or lent until they were read
+    sent_bytes: int = 0
+    refused_objects: Mapping[str, int] = field(default_factory=dict)  # sent or lent in part, or not at all, by reason
+
+
+@dataclass(frozen=True, slots=True)
 class TierStatus:
     """The state of one tier."""
 
@@ -76,6 +108,8 @@ class TierStatus:
     what_if: WhatIfStatus | None = None  # None: the daemon does not estimate it
     # Of disks:
     write_target_bytes: int = 0  # a day, that `write = "auto"` aims at; 0: no target
+    # Of peer tiers:
+    peers: tuple[PeerStatus, ...] = ()
 
     @property
     def is_janitor(self) -> bool:
@@ -227,3 +261,4 @@ class DaemonStatus:
     health: Health = field(default_factory=Health)
     histograms: tuple[HistogramStatus, ...] = ()
     certificate_seconds_left: float | None = None  # negative: it has expired; None: no address needs one
+    readers: tuple[ReaderStatus, ...] = ()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from kvdepot.core.objectfile import ObjectName
@@ -19,6 +21,8 @@ from kvdepot.server.tiers.peer.places import PlacesFile
 
 from tests.fakes.lying_source import OF_PULLS, LyingSource
 from tests.rigs.certificates import Authority
+from tests.rigs.ctl_process import kvdepotctl
+from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.peer_fleet import PEER, Fleet, located, payloads, port_of, stored, tier_of
 from tests.rigs.peer_live import PeerLive
@@ -177,3 +181,31 @@ def test_a_daemon_loads_from_all_daemons_of_a_list_that_names_itself_too(fleet: 
         wait_until(lambda: engine.locate(keys_of("three", 3)) == 3 * CHUNK_TOKENS, "the other one is still asked")
         assert engine.load(keys_of("three", 3)) == payloads(keys_of("three", 3))
     assert status_of(reader.socket).counters["peer_loaded_bytes.peer-0/stream"] == 9 * OBJECT_BYTES
+    _is_shown(reader, two, own_port=own_port, lost_port=port_of(one))
+
+
+def _is_shown(reader: DaemonProcess, source: DaemonProcess, *, own_port: int, lost_port: int) -> None:
+    """Operators see each peer at the reader, and the reader at the source."""
+    shown = kvdepotctl(reader, "peers", "--json")
+    assert shown.returncode == 1, "one cannot be asked"
+    peers = {one["address"]: one for one in json.loads(shown.stdout)["tiers"]["peer-0"]}
+    serving = peers[f"127.0.0.1:{port_of(source)}"]
+    assert (serving["state"], serving["lane"], serving["loaded_objects"]) == ("ready", "stream", 6)
+    assert serving["loaded_bytes"] == 6 * OBJECT_BYTES and serving["load_seconds"] > 0
+    assert serving["lookups"] > 0 and serving["lookup_seconds"] > 0
+    assert peers[f"127.0.0.1:{own_port}"]["state"] == "itself"
+    lost = peers[f"127.0.0.1:{lost_port}"]
+    assert (lost["state"], lost["loaded_objects"]) == ("disabled", 3) and str(lost_port) in lost["reason"]
+    health = kvdepotctl(reader, "health").stdout
+    assert "PEER_UNREACHABLE" in health and f"of 2 peers, 127.0.0.1:{lost_port} cannot be asked" in " ".join(
+        health.split()
+    )
+    with urlopen(f"{reader.metrics}/metrics") as answer:
+        metrics = answer.read().decode()
+    assert f'kvdepot_peer_usable{{peer="127.0.0.1:{lost_port}",tier="peer-0"}} 0.0' in metrics
+    assert f'kvdepot_peer_loads_total{{peer="{serving["address"]}",tier="peer-0"}} 6.0' in metrics
+    (sent,) = json.loads(kvdepotctl(source, "peers", "--json").stdout)["readers"]
+    assert (sent["name"], sent["leases"], sent["sent_objects"]) == (PEER, 0, 6)
+    assert sent["sent_bytes"] == 6 * OBJECT_BYTES
+    text = kvdepotctl(source, "peers").stdout
+    assert "this daemon has no peer tier" in text and PEER in text

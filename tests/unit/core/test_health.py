@@ -7,13 +7,21 @@ from dataclasses import replace
 
 import pytest
 from kvdepot.core.health import CHECKS, DAY, ERRORS, EVENTS, FLOWS, HOUR, MINUTES_15, health
-from kvdepot.core.report import DaemonStatus, SwitchesStatus, TierStatus
+from kvdepot.core.report import DaemonStatus, PeerStatus, SwitchesStatus, TierStatus
 from kvdepot.core.verdict import PROBLEMS_MAX, Health, Problem, Verdict
 
 RAM = TierStatus("ram", "ram", 1, state="ready")
 NVME = TierStatus("nvme", "disk", 1, state="ready", breaker="closed")
 POOL = TierStatus("pool", "shared", 1, state="ready", breaker="closed", node="a", janitor="b")
-WELL = DaemonStatus("1", 1, 1000.0, ready=True, reason="", arena_id=1, run=1, tiers=(RAM, NVME, POOL))
+FLEET = TierStatus(
+    "fleet", "peer", 1, state="ready", breaker="closed",
+    peers=(PeerStatus("10.0.0.1:7448", "ready"), PeerStatus("10.0.0.4:7448", "itself")),
+)  # fmt: skip
+OUT = replace(FLEET, peers=(
+    PeerStatus("10.0.0.1:7448", "ready"), PeerStatus("10.0.0.2:7448", "disabled", "it hangs"),
+    PeerStatus("10.0.0.3:7448", "disabled", "refused"), PeerStatus("10.0.0.4:7448", "itself"),
+))  # fmt: skip
+WELL = DaemonStatus("1", 1, 1000.0, ready=True, reason="", arena_id=1, run=1, tiers=(RAM, NVME, POOL, FLEET))
 Grown = Mapping[tuple[str, float], Mapping[str, float]]
 
 
@@ -38,6 +46,9 @@ CAUSES: Mapping[str, tuple[DaemonStatus, Grown, str, str]] = {
     "TIER_DEGRADED": (tiers(replace(NVME, state="read-only", reason="no space")), {}, "nvme: no space", ""),
     "TIER_DISABLED": (
         tiers(replace(NVME, state="offline", breaker="probing")), {}, "nvme: its path fails or hangs", "",
+    ),
+    "PEER_UNREACHABLE": (
+        tiers(OUT), {}, "fleet: of 3 peers, 10.0.0.2:7448 cannot be asked, and 1 more: it hangs", "",
     ),
     "NO_JANITOR": (
         tiers(replace(POOL, janitor="")), {}, "pool: no node is the janitor, so soon no node can write", "",
@@ -180,3 +191,9 @@ def test_a_code_is_an_alert_and_an_anchor() -> None:
     problem = Problem("TIER_DEGRADED", False, "")
     assert (problem.alert, problem.anchor) == ("KVDepotTierDegraded", "tier-degraded")
     assert set(CHECKS) >= ERRORS
+
+
+@pytest.mark.parametrize("fault", [{"state": "offline"}, {"state": "degraded"}, {"breaker": "open"}])
+def test_of_a_tier_that_cannot_be_used_no_peer_is_a_problem_of_its_own(fault: dict[str, str]) -> None:
+    codes = {problem.code for problem in judged(tiers(replace(OUT, **fault))).problems}  # type: ignore[arg-type]
+    assert len(codes) == 1 and codes <= {"TIER_DEGRADED", "TIER_DISABLED"}

@@ -21,9 +21,11 @@ from kvdepot.core.report import (
     DaemonStatus,
     HistogramStatus,
     NamespaceStatus,
+    PeerStatus,
     PinStatus,
     QuotaOwnerStatus,
     QuotaStatus,
+    ReaderStatus,
     SessionStatus,
     SwitchesStatus,
     TierStatus,
@@ -399,6 +401,7 @@ def test_a_status_comes_back_equal() -> None:
             TierStatus(
                 "nvme", "disk", 1, 2, 3, 4, 5, 6, "ready", "why", "open", 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, "n", "o",
                 write_target_bytes=17,
+                peers=(PeerStatus("h:1", "new", "why", 2**64 - 1, "open", "nixl", 1, 2, 3, 4.5, {"gone": 5}, 6, 7.5),),
             ),
         ),
         sessions=(SessionStatus("e", 2, 1, True, 10, 5, 3, 4, (7, 8)),),
@@ -410,6 +413,7 @@ def test_a_status_comes_back_equal() -> None:
         switches=SwitchesStatus(True, (bytes(16),), False, (b"n" * 16,), draining=True),
         pins=(PinStatus(bytes(16), b"k" * 16, 1.5, 2, 3, 4), PinStatus(b"n" * 16)),
         epochs=Epochs(3, (bytes(16),)),
+        readers=(ReaderStatus("URI:x", "t", 1, 2, 3, 4, {"busy": 5}), ReaderStatus("DNS:y")),
         histograms=(HistogramStatus("load_seconds.ram", (0.5, 1.0), (3, 4, 5)),),
     )  # fmt: skip
     wire = OPERATOR["GetStatus"].reply

@@ -96,7 +96,7 @@ def cli(context: click.Context, /, timeout: float, **_: object) -> None:
 cli.add_section(
     "Inspect",
     {
-        "status": "status", "health": "status", "top": "top", "ls": "ls", "describe": "describe",
+        "status": "status", "health": "status", "top": "top", "ls": "ls", "describe": "describe", "peers": "peers",
         "config": "configuration", "completion": "completion", "assets": "assets",
     },
 )  # fmt: skip

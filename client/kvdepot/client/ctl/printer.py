@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvdepot.core.report import DaemonStatus, PinStatus, QuotaStatus, SwitchesStatus
     from rich.console import Console
 
-_IDS = frozenset({"engine", "namespace", "tenant", "tier", "path to", "key", "parent", "lease", "to"})
+_IDS = frozenset({"engine", "namespace", "tenant", "tier", "path to", "key", "parent", "lease", "to", "peer", "reader"})
 """Columns whose texts people copy."""
 _WIDTH_MAX = 1000
 

@@ -953,6 +953,7 @@ class TierStatus(google.protobuf.message.Message):
     PENDING_CHECKSUMS_FIELD_NUMBER: builtins.int
     WHAT_IF_FIELD_NUMBER: builtins.int
     WRITE_TARGET_BYTES_FIELD_NUMBER: builtins.int
+    PEERS_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: builtins.str
     capacity_bytes: builtins.int
@@ -985,6 +986,10 @@ class TierStatus(google.protobuf.message.Message):
     def what_if(self) -> global___WhatIf:
         """Of RAM and of disks. Absent: there is none."""
 
+    @property
+    def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PeerStatus]:
+        """Of peer tiers."""
+
     def __init__(
         self,
         *,
@@ -1013,11 +1018,145 @@ class TierStatus(google.protobuf.message.Message):
         pending_checksums: builtins.int = ...,
         what_if: global___WhatIf | None = ...,
         write_target_bytes: builtins.int = ...,
+        peers: collections.abc.Iterable[global___PeerStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["what_if", b"what_if"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pending_checksums", b"pending_checksums", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "what_if", b"what_if", "write_target_bytes", b"write_target_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "peers", b"peers", "pending_checksums", b"pending_checksums", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "what_if", b"what_if", "write_target_bytes", b"write_target_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
 
 global___TierStatus = TierStatus
+
+@typing.final
+class PeerStatus(google.protobuf.message.Message):
+    """A daemon that a peer tier loads from. Its figures count since it was last found."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FailedObjectsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    ARENA_ID_FIELD_NUMBER: builtins.int
+    BREAKER_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
+    READING_OBJECTS_FIELD_NUMBER: builtins.int
+    LOADED_OBJECTS_FIELD_NUMBER: builtins.int
+    LOADED_BYTES_FIELD_NUMBER: builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: builtins.int
+    FAILED_OBJECTS_FIELD_NUMBER: builtins.int
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    LOOKUP_SECONDS_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """host:port"""
+    state: builtins.str
+    """new, ready, failing, disabled or itself"""
+    reason: builtins.str
+    arena_id: builtins.int
+    """0: it has not answered yet"""
+    breaker: builtins.str
+    lane: builtins.str
+    reading_objects: builtins.int
+    """now"""
+    loaded_objects: builtins.int
+    loaded_bytes: builtins.int
+    load_seconds: builtins.float
+    lookups: builtins.int
+    """that it has answered"""
+    lookup_seconds: builtins.float
+    @property
+    def failed_objects(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """loads without a result, by outcome"""
+
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        state: builtins.str = ...,
+        reason: builtins.str = ...,
+        arena_id: builtins.int = ...,
+        breaker: builtins.str = ...,
+        lane: builtins.str = ...,
+        reading_objects: builtins.int = ...,
+        loaded_objects: builtins.int = ...,
+        loaded_bytes: builtins.int = ...,
+        load_seconds: builtins.float = ...,
+        failed_objects: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        lookups: builtins.int = ...,
+        lookup_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "arena_id", b"arena_id", "breaker", b"breaker", "failed_objects", b"failed_objects", "lane", b"lane", "load_seconds", b"load_seconds", "loaded_bytes", b"loaded_bytes", "loaded_objects", b"loaded_objects", "lookup_seconds", b"lookup_seconds", "lookups", b"lookups", "reading_objects", b"reading_objects", "reason", b"reason", "state", b"state"]) -> None: ...
+
+global___PeerStatus = PeerStatus
+
+@typing.final
+class ReaderStatus(google.protobuf.message.Message):
+    """Daemons that load from the RAM of this one, by a name of their certificate. Figures of this run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class RefusedObjectsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    NAME_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
+    LEASED_BYTES_FIELD_NUMBER: builtins.int
+    SENT_OBJECTS_FIELD_NUMBER: builtins.int
+    SENT_BYTES_FIELD_NUMBER: builtins.int
+    REFUSED_OBJECTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    tenant: builtins.str
+    leases: builtins.int
+    """now"""
+    leased_bytes: builtins.int
+    sent_objects: builtins.int
+    """whole, or lent until they were read"""
+    sent_bytes: builtins.int
+    @property
+    def refused_objects(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """sent or lent in part, or not at all, by reason"""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        tenant: builtins.str = ...,
+        leases: builtins.int = ...,
+        leased_bytes: builtins.int = ...,
+        sent_objects: builtins.int = ...,
+        sent_bytes: builtins.int = ...,
+        refused_objects: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leased_bytes", b"leased_bytes", "leases", b"leases", "name", b"name", "refused_objects", b"refused_objects", "sent_bytes", b"sent_bytes", "sent_objects", b"sent_objects", "tenant", b"tenant"]) -> None: ...
+
+global___ReaderStatus = ReaderStatus
 
 @typing.final
 class WhatIf(google.protobuf.message.Message):
@@ -1170,6 +1309,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     HEALTH_FIELD_NUMBER: builtins.int
     HISTOGRAMS_FIELD_NUMBER: builtins.int
     CERTIFICATE_SECONDS_LEFT_FIELD_NUMBER: builtins.int
+    READERS_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     pid: builtins.int
     uptime_seconds: builtins.float
@@ -1201,6 +1341,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def health(self) -> global___Health: ...
     @property
     def histograms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Histogram]: ...
+    @property
+    def readers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReaderStatus]:
+        """Daemons that load from this one, those that it sent most to first."""
+
     def __init__(
         self,
         *,
@@ -1223,9 +1367,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         health: global___Health | None = ...,
         histograms: collections.abc.Iterable[global___Histogram] | None = ...,
         certificate_seconds_left: builtins.float | None = ...,
+        readers: collections.abc.Iterable[global___ReaderStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_certificate_seconds_left", b"_certificate_seconds_left", "certificate_seconds_left", b"certificate_seconds_left", "epochs", b"epochs", "health", b"health", "switches", b"switches"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_certificate_seconds_left", b"_certificate_seconds_left", "arena_id", b"arena_id", "certificate_seconds_left", b"certificate_seconds_left", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "health", b"health", "histograms", b"histograms", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tenants", b"tenants", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_certificate_seconds_left", b"_certificate_seconds_left", "arena_id", b"arena_id", "certificate_seconds_left", b"certificate_seconds_left", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "health", b"health", "histograms", b"histograms", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "readers", b"readers", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tenants", b"tenants", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_certificate_seconds_left", b"_certificate_seconds_left"]) -> typing.Literal["certificate_seconds_left"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

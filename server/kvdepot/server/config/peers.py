@@ -28,6 +28,10 @@ class Peers:
         found = {self.tenants[name] for name in names if name in self.tenants}
         return (True, found.pop()) if len(found) == 1 else (False, None)
 
+    def name_of(self, names: Iterable[str]) -> str:
+        """Return the first of these names that is allowed; empty if none is."""
+        return next((name for name in names if name in self.tenants), "")
+
     def names_of(self, tenant: str | None) -> tuple[str, ...]:
         """Return the names that a peer of this tenant may have."""
         return tuple(sorted(name for name, its in self.tenants.items() if its == tenant))

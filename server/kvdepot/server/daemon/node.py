@@ -327,6 +327,7 @@ class Node:
             epochs=self._depot.invalidation.epochs,
             histograms=self._counters.histogram_statuses(),
             certificate_seconds_left=self._operators.certificate_seconds_left,
+            readers=self._peers.readers(),
         )
         return replace(status, health=self._verdicts.health(status))
 

@@ -16,9 +16,11 @@ from typing import Final
 
 from kvdepot.core.data_mapping import DataParts, pack_parts
 from kvdepot.core.errors import ConfigError, KvDepotError, NoRoom
+from kvdepot.core.report import ReaderStatus
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.peers import Peers
 from kvdepot.server.daemon.nixl_lender import NixlLender
+from kvdepot.server.daemon.peer_readers import PeerReaders
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.loads.peer_leases import PeerLease, PeerLeases
 from kvdepot.server.io.peer_wire import (
@@ -40,6 +42,7 @@ from kvdepot.server.platform.backoff import Backoff
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.listening import bind_all
 from kvdepot.server.platform.paced import Paced
+from kvdepot.server.storage.base import ObjectName
 
 _MODULE: Final = "kvdepot.server.io.peer_server"
 _NICENESS: Final = 5
@@ -85,6 +88,7 @@ class PeerSource:
         if config.tables.daemon.lend_nixl:
             self._lender = NixlLender(data, loop=loop, log=log, count=counters.add)
         self._borrowed: set[int] = set()  # leases over NIXL
+        self._readers = PeerReaders()
         self._listening: list[socket.socket] = []
         self._child: ProvenChild | None = None
         self._worker = -1
@@ -104,6 +108,10 @@ class PeerSource:
     def addresses(self) -> list[tuple[str, int]]:
         """Return host and port of each socket that listens."""
         return [one.getsockname()[:2] for one in self._listening]
+
+    def readers(self) -> tuple[ReaderStatus, ...]:
+        """Return who has loaded from here in this run."""
+        return self._readers.statuses()
 
     async def listen(self) -> None:
         """Listen at every address of the configured host, and start the process that sends. Raise ConfigError."""
@@ -215,6 +223,7 @@ class PeerSource:
         self._borrowed.clear()
         self._serve_borrowers()
         self._guard.call("peers", self._leases.end_all)
+        self._readers.ended_all()
         if self._worker >= 0:
             self._guard.call("peers", self._leases.workers.dead, self._worker)
         self._child, self._worker = None, -1
@@ -251,11 +260,16 @@ class PeerSource:
         return Located(lengths, self._arena_id)
 
     def _lease(self, question: AskPull) -> Granted | Refused:
+        allowed, tenant = self._peers.tenant_of(question.names)
+        if not allowed:
+            return self._refused(Refusal.NOT_ALLOWED)
         lender = None if self._lender is None else self._lender.lender
-        lease = Refusal.NOT_LENT if question.borrows and lender is None else self._leased(question)
+        lease = Refusal.NOT_LENT if question.borrows and lender is None else self._leased(tenant, question.name)
+        reader = self._peers.name_of(question.names), tenant
         if isinstance(lease, Refusal):
-            self._count(f"peer_pulls.{lease}", 1)
-            return Refused(lease)
+            self._readers.refused(*reader, lease)
+            return self._refused(lease)
+        self._readers.leased(*reader, lease.number, question.name.raw_bytes)
         late = self._lease_seconds + CONFIRM_SECONDS
         self._timers[lease.number] = self._loop.call_later(late, self._overdue, lease.number)
         if question.borrows:
@@ -270,14 +284,15 @@ class PeerSource:
         if self._lender is not None:
             self._lender.serve(on=bool(self._borrowed))
 
-    def _leased(self, question: AskPull) -> PeerLease | Refusal:
-        allowed, tenant = self._peers.tenant_of(question.names)
-        if not allowed:
-            return Refusal.NOT_ALLOWED
+    def _refused(self, why: Refusal) -> Refused:
+        self._count(f"peer_pulls.{why}", 1)
+        return Refused(why)
+
+    def _leased(self, tenant: str | None, name: ObjectName) -> PeerLease | Refusal:
         if self._killed or self._worker < 0:
             return Refusal.BUSY
         try:
-            return self._leases.lease(tenant, question.name, self._worker)
+            return self._leases.lease(tenant, name, self._worker)
         except (KvDepotError, LookupError) as error:  # nothing can be lent to this process
             self._log.warning("peers: nothing can be lent to their server %s: %s", self.pid, error)
             self._kill()
@@ -288,6 +303,7 @@ class PeerSource:
         if timer is not None:
             timer.cancel()
         if self._leases.end(ended.lease):
+            self._readers.ended(ended.lease, ended.sent, ended.sent_bytes)
             lane = Lane.NIXL if ended.lease in self._borrowed else Lane.STREAM
             self._count(f"peer_pulls.{ended.sent}", 1)
             self._count(f"peer_sent_bytes.{lane}", ended.sent_bytes)

@@ -1,8 +1,8 @@
 """Every metric of /metrics: name, type, labels with their values, meaning. docs/metrics.md is made from this module.
 
-Labels are tiers and quotas of the configuration, and words of the program, so that their number is bounded. They are
-never namespaces, tenants that engines name, or requests. Each known value of a label exists from the start with 0, so
-that `increase()` sees the first event.
+Labels are tiers and quotas of the configuration, peers, and words of the program, so that their number is bounded.
+They are never namespaces, tenants that engines name, or requests. Each known value of a label exists from the start
+with 0, so that `increase()` sees the first event.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from kvdepot.proto.status import STATUS
 from kvdepot.server.depot.adoption import REASONS as ADOPTION_REASONS
 from kvdepot.server.depot.loads.lookups import LookedUp
 from kvdepot.server.depot.stores.audits import OUTCOMES as AUDIT_OUTCOMES
-from kvdepot.server.io.peer_wire import Lane, Refusal, Sent
 from kvdepot.server.observe.metric_family import (
     LOWER,
     OF_SEVERAL,
-    PEER,
     Family,
     Samples,
     Scrape,
@@ -31,6 +29,7 @@ from kvdepot.server.observe.metric_family import (
     gauge,
     tier_counter,
 )
+from kvdepot.server.observe.peer_metrics import PEERS
 from kvdepot.server.observe.tier_metrics import OUTCOMES, QUOTAS, TIERS
 from kvdepot.server.platform.guard import PLACES
 
@@ -350,47 +349,6 @@ _RAM = (
     counter("leaked_objects", "Objects whose memory is not reused, because a process may still write to it."),
 )
 
-_PEERS = (
-    counter(
-        "peer_located_objects",
-        "Objects that peers asked for, by outcome: whether RAM could lend them.",
-        "outcome",
-        ("found", "absent"),
-    ),
-    counter(
-        "peer_pulls",
-        "Objects that peers asked to be sent, or to borrow, by outcome.",
-        "outcome",
-        (*Sent, *Refusal),
-    ),
-    counter("peer_sent_bytes", "Bytes of objects that were sent to peers, by what they went over.", "lane", Lane),
-    tier_counter(
-        "peer_loaded_bytes",
-        "Bytes of objects that were loaded from peers and verified, by what they came over.",
-        "lane",
-        Lane,
-        kinds=(PEER,),
-    ),
-    counter(
-        "peer_refused_connections",
-        "Refusals of peers, by reason.",
-        "reason",
-        ("handshake", "limit", "not_allowed"),
-    ),
-    counter(
-        "peer_servers",
-        "Processes that send to peers, by what happened to them.",
-        "event",
-        ("started", "crashed", "killed"),
-    ),
-    counter(
-        "peer_lenders",
-        "Processes that lend RAM to peers over NIXL, by what happened to them.",
-        "event",
-        ("started", "crashed"),
-    ),
-)
-
 SUBJECTS: Final[tuple[tuple[str, tuple[Family, ...]], ...]] = (
     ("Daemon", _DAEMON),
     ("Engines", _ENGINES),
@@ -399,7 +357,7 @@ SUBJECTS: Final[tuple[tuple[str, tuple[Family, ...]], ...]] = (
     ("Loads", _LOADS),
     ("Stores", _STORES),
     ("RAM", _RAM),
-    ("Peers", _PEERS),
+    ("Peers", PEERS),
     ("Tiers", TIERS),
     ("Quotas", QUOTAS),
 )

@@ -166,6 +166,8 @@ def test_no_text_of_any_problem_names_a_namespace_or_an_engine() -> None:
     verdict = health(status, lambda _family, _seconds: grown)
     shown = _live(Counters(), Clock(), replace(status, health=verdict)).figures()["problems"]
     missing = set(CHECKS) - {problem["code"] for problem in shown}
-    assert missing <= {"LOOP_LATE", "NOT_READY", "TIER_DEGRADED", "TIER_DISABLED", "NO_JANITOR", "WRITES_DROPPED"}
+    assert missing <= {
+        "LOOP_LATE", "NOT_READY", "TIER_DEGRADED", "TIER_DISABLED", "PEER_UNREACHABLE", "NO_JANITOR", "WRITES_DROPPED",
+    }  # fmt: skip
     assert SECRET not in json.dumps(shown)
     assert "abab" not in json.dumps(shown)

@@ -13,9 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from kvdepot.core.report import PeerStatus
 from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, ReadFile, StatFiles
 from kvdepot.server.platform.addresses import url_address
+from kvdepot.server.platform.guard import Guard
 from kvdepot.server.storage.base import IoOutcome, Loan
 from kvdepot.server.tiers.peer.places import Place
 from kvdepot.server.tiers.peer.source import SourceWorkers
@@ -26,7 +28,6 @@ _ANOTHER: Final = _ABSENT | {IoOutcome.IO_ERROR, IoOutcome.UNREADABLE, IoOutcome
 
 Not after TIMEOUT, where the worker may still write. Not after damage: nobody waits for these bytes again for a while.
 """
-_FAILURES: Final = frozenset({IoOutcome.TIMEOUT, IoOutcome.IO_ERROR, IoOutcome.UNREADABLE})
 LATE_TIMES: Final = 4.0
 LATE_SECONDS: Final = 0.05
 """A lookup waits for others so many times as long as the first answer took, and at least so long."""
@@ -41,17 +42,15 @@ class Member:
     def __init__(self, place: Place, workers: SourceWorkers) -> None:
         self.place = place
         self.workers = workers
-        self.reading = 0
-        self.fails = False  # the last answer was a failure
+        self.figures = workers.figures
         self.itself = False
 
     @property
     def usable(self) -> bool:
         return not self.itself and self.workers.usable
 
-    def answered(self, answer: Answer) -> None:
-        if answer.outcome is IoOutcome.OK or answer.outcome in _FAILURES:
-            self.fails = answer.outcome is not IoOutcome.OK
+    def status(self) -> PeerStatus:
+        return self.workers.status(itself=self.itself)
 
     def __str__(self) -> str:
         return url_address(*self.place)
@@ -62,9 +61,10 @@ class PeerGroup:
 
     def __init__(
         self, make: Callable[[Place], SourceWorkers], *, name: str, arena_id: int,
-        loop: asyncio.AbstractEventLoop, log: logging.Logger,
+        loop: asyncio.AbstractEventLoop, log: logging.Logger, guard: Guard,
     ) -> None:  # fmt: skip
         """Build a group of nobody. `make` returns workers without processes."""
+        self._guard = guard
         self.breaker = Breaker(failures_max=1, probe_every_seconds=1.0, clock=loop.time)
         self._make = make
         self._name = name
@@ -74,7 +74,7 @@ class PeerGroup:
         self._members: dict[Place, Member] = {}
         self._owners: OrderedDict[str, tuple[Member, ...]] = OrderedDict()
         self._leaving: set[asyncio.Task[int]] = set()
-        self._guard: str | None = None  # workers are made, and with this token
+        self._token: str | None = None  # workers are made, and admitted with it
         self._closed = False
 
     # What a tier asks
@@ -96,6 +96,9 @@ class PeerGroup:
         others = [member for member in self._members.values() if not member.itself]
         return "; ".join(f"{member}: {why}" for member in others if (why := member.workers.why_unusable))
 
+    def statuses(self) -> tuple[PeerStatus, ...]:
+        return tuple(member.status() for member in self._members.values())
+
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
         if isinstance(job, ReadFile):
             self._read(job, priority, done, loan)
@@ -103,7 +106,7 @@ class PeerGroup:
             self._ask_all(job, priority, done)
 
     def renew(self, guard: str) -> None:
-        self._guard = guard
+        self._token = guard
         for member in self._members.values():
             if not member.itself:
                 member.workers.renew(guard)
@@ -130,13 +133,13 @@ class PeerGroup:
         new = wanted - set(self._members)
         for place in sorted(new):
             member = self._members[place] = Member(place, self._make(place))
-            if self._guard is not None:
-                member.workers.renew(self._guard)
+            if self._token is not None:
+                member.workers.renew(self._token)
         self._log.info("tier %s: peers: %s", self._name, ", ".join(map(str, self._members.values())) or "none")
         return bool(new)
 
     def _leave(self, member: Member) -> None:
-        task = self._loop.create_task(member.workers.close())
+        task = self._guard.task("the end of a peer's workers", member.workers.close(), self._loop)
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
@@ -191,12 +194,9 @@ class PeerGroup:
             answer = answer or Answer(IoOutcome.GONE, "no peer that had it can be asked now")
             self._loop.call_soon(done, answer)
             return
-        member = min(members, key=lambda one: (one.fails, one.reading))
-        member.reading += 1
+        member = min(members, key=lambda one: (one.figures.fails, one.figures.reading))
 
         def answered(answer: Answer) -> None:
-            member.reading -= 1
-            member.answered(answer)
             if answer.outcome in _ABSENT and job.file in self._owners:
                 self._owners[job.file] = tuple(one for one in self._owners[job.file] if one is not member)
             if answer.outcome in _ANOTHER and not self._closed:
@@ -217,7 +217,7 @@ class _Asking:
         self._group = group
         self._asked = len(members)
         self._left = set(members)
-        self._awaited = {member for member in members if not member.fails} or self._left
+        self._awaited = {member for member in members if not member.figures.fails} or self._left
         self._files = files
         self._lengths = [UNKNOWN] * len(files)
         self._absent = [0] * len(files)  # how many say so
@@ -233,7 +233,6 @@ class _Asking:
 
     def _answered(self, member: Member, answer: Answer) -> None:
         self._left.discard(member)
-        member.answered(answer)
         works = answer.outcome is IoOutcome.OK and len(answer.lengths) == len(self._files)
         if works and self._group.heard(member, answer):
             self._note(member, answer)

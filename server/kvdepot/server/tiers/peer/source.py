@@ -6,10 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvdepot.core.report import PeerStatus
 from kvdepot.server.io.jobs import Answer, Job, Priority, ReadFile
 from kvdepot.server.io.peer_wire import Lane, PeerSettings
 from kvdepot.server.io.pool import IoPool
+from kvdepot.server.platform.addresses import url_address
 from kvdepot.server.storage.base import Loan
+from kvdepot.server.tiers.peer.figures import PeerFigures
 from kvdepot.server.tiers.workers import PassedWorkers
 
 
@@ -24,9 +27,9 @@ class SourceWorkers(PassedWorkers):
         count: Callable[[str, float], None],
     ) -> None:  # fmt: skip
         super().__init__(pool)
+        self.figures = PeerFigures()
         self._pool = pool
         self._peer = peer
-        self._source_id = 0
         self._place = place
         self._log = log
         self._count = count
@@ -34,18 +37,22 @@ class SourceWorkers(PassedWorkers):
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
         def answered(answer: Answer) -> None:
-            self._source_id = answer.source_id or self._source_id
+            self.figures.answered(job, answer)
             if answer.lane:
                 self._note(answer.lane)
                 if isinstance(job, ReadFile):
                     self._count(f"peer_loaded_bytes.{answer.lane.partition(':')[0]}", answer.stored_bytes)
             done(answer)
 
+        self.figures.asked(job)
         super().submit(job, priority=priority, done=answered, loan=loan)
 
     def reads_from(self, source_id: int) -> bool:
         """Return whether the daemon with this arena was the last one to answer."""
-        return self._source_id == source_id
+        return self.figures.source_id == source_id
+
+    def status(self, *, itself: bool = False) -> PeerStatus:
+        return self.figures.status(url_address(self._peer.host, self._peer.port), self, itself=itself)
 
     def use_names(self, names: tuple[str, ...]) -> None:
         """Accept certificates with these names from now on. Workers of before finish their jobs."""

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from kvdepot.core.report import TierStatus
 from kvdepot.server.io.jobs import Probe
 from kvdepot.server.platform.addresses import TCP, url_address
+from kvdepot.server.platform.guard import tier_guard
 from kvdepot.server.storage.base import IoOutcome, ObjectName, TierListener, TierTraits
 from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.peer.config import PeerConfig
@@ -44,8 +46,9 @@ class PeerTier(SharedTier):
             self._workers = self._made((config.peer.host, config.peer.port))
         else:
             self._workers = PeerGroup(
-                self._made, name=config.name, arena_id=context.arena_id, loop=context.loop, log=context.log
-            )
+                self._made, name=config.name, arena_id=context.arena_id, loop=context.loop, log=context.log,
+                guard=tier_guard(config.name, context.count, context.log, context.loop.time),
+            )  # fmt: skip
         self._prober = Prober(
             self._workers, node=f"{context.arena_id:016x}-{config.name}", loop=context.loop,
             retry_seconds=config.probe_seconds,
@@ -83,6 +86,11 @@ class PeerTier(SharedTier):
 
     def reads_from(self, source_id: int) -> bool:
         return self._workers.reads_from(source_id)
+
+    def status(self) -> TierStatus:
+        workers = self._workers
+        peers = workers.statuses() if isinstance(workers, PeerGroup) else (workers.status(),)
+        return replace(super().status(), peers=peers)
 
     def _reasons(self) -> tuple[str, ...]:
         """Return also which of several peers cannot be asked."""

@@ -9,10 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kvdepot.core.report import PeerStatus
+from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, Probe, ReadFile, StatFiles
+from kvdepot.server.platform.guard import tier_guard
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.conformance_harness import name_of
 from kvdepot.server.tiers.peer import group
+from kvdepot.server.tiers.peer.figures import FAILURES, PeerFigures
 from kvdepot.server.tiers.peer.group import LATE_SECONDS, PeerGroup
 from kvdepot.server.tiers.peer.places import Place
 
@@ -23,6 +27,7 @@ A, B, C = places = [("10.0.0.1", 7448), ("10.0.0.2", 7448), ("::1", 7448)]
 FILES = ("x", "y", "z")
 GONE = Answer(IoOutcome.GONE)
 LOAN: Any = object()
+LOG = logging.getLogger("tests.g")
 
 
 class Workers:
@@ -33,7 +38,8 @@ class Workers:
         self.why_unusable = ""
         self.guards: list[str] = []
         self.names: tuple[str, ...] = ()
-        self.source_id = 0
+        self.figures = PeerFigures()
+        self.breaker = Breaker(failures_max=1, probe_every_seconds=1.0, clock=lambda: 0.0)
         self.closed = False
 
     @property
@@ -41,11 +47,13 @@ class Workers:
         return not self.why_unusable
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Any = None) -> None:
+        self.figures.asked(job)
         self.jobs.append((job, done, loan))
 
     def answer(self, answer: Answer) -> None:
-        self.source_id = answer.source_id or self.source_id
-        self.jobs.pop(0)[1](answer)
+        job, done, _ = self.jobs.pop(0)
+        self.figures.answered(job, answer)
+        done(answer)
 
     def has(self, *lengths: int, source_id: int = 99) -> None:
         self.answer(Answer(IoOutcome.OK, lengths=lengths, source_id=source_id))
@@ -57,7 +65,10 @@ class Workers:
         self.names = names
 
     def reads_from(self, source_id: int) -> bool:
-        return self.source_id == source_id
+        return self.figures.source_id == source_id
+
+    def status(self, *, itself: bool = False) -> PeerStatus:
+        return self.figures.status("10.0.0.1:7448", self, itself=itself)
 
     async def close(self, seconds: float = 3.0) -> int:
         self.closed = True
@@ -70,10 +81,15 @@ class Peers:
     def __init__(self, *members: Place) -> None:
         self.of: dict[Place, Workers] = {}
         self.answers: list[Answer] = []
+        self.caught: list[str] = []
         self.group = PeerGroup(
-            self._make, name="peers", arena_id=ARENA, loop=asyncio.get_running_loop(), log=logging.getLogger("tests.g")
-        )
+            self._make, name="peers", arena_id=ARENA, loop=asyncio.get_running_loop(), log=LOG,
+            guard=tier_guard("peers", self._caught, LOG, lambda: 0.0),
+        )  # fmt: skip
         self.group.use(members)
+
+    def _caught(self, counter: str, _: float) -> None:
+        self.caught.append(counter)
 
     def _make(self, place: Place) -> Any:
         self.of[place] = Workers()
@@ -232,7 +248,7 @@ def test_what_a_peer_has_no_more_is_not_asked_of_it_again_but_after_a_lookup() -
 
 
 @pytest.mark.requirement("N3")
-@pytest.mark.parametrize("outcome", sorted(group._FAILURES))
+@pytest.mark.parametrize("outcome", sorted(FAILURES))
 def test_a_peer_that_failed_is_not_waited_for_and_read_from_last_until_it_answers(outcome: IoOutcome) -> None:
     async def test(peers: Peers) -> None:
         for fails in (True, False):
@@ -376,5 +392,31 @@ def test_a_group_serves_when_one_of_its_peers_does() -> None:
         for place in (A, B):
             peers.of[place].answer(Answer(IoOutcome.TIMEOUT))
         assert peers.outcome is IoOutcome.TIMEOUT
+
+    with_peers(test, A, B)
+
+
+def test_workers_that_cannot_be_closed_are_noticed() -> None:
+    async def test(peers: Peers) -> None:
+        async def close(seconds: float = 3.0) -> int:
+            raise RuntimeError("in the workers' close")
+
+        peers.of[A].close = close  # type: ignore[method-assign]
+        peers.group.use([B])
+        await until(lambda: bool(peers.caught), "it is counted")
+        assert peers.caught == ["io_failed_callbacks"]
+        peers.of[A].closed = True
+
+    with_peers(test, A, B)
+
+
+def test_each_peer_is_shown_also_the_one_that_is_this_daemon() -> None:
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        peers.of[A].has(10, 20, 30, source_id=ARENA)
+        peers.of[B].has(10, 20, 30)
+        assert [one.state for one in peers.group.statuses()] == ["itself", "ready"]
+        peers.group.use([B])
+        assert [one.state for one in peers.group.statuses()] == ["ready"]
 
     with_peers(test, A, B)
