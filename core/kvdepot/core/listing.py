@@ -21,6 +21,7 @@ from kvdepot.core.bounds import (
     EngineId,
     Epoch,
     Exactly,
+    Explanation,
     Label,
     NamespaceId,
     Tenant,
@@ -179,6 +180,7 @@ class ObjectDescription:
     extents: int = 0  # in how many pieces
     loans: Annotated[tuple[LoanDescription, ...], Count(LOANS_MAX)] = ()
     pinned: bool = False  # in the arena
+    place: Explanation = ""  # which of several peers have it
 
 
 @dataclass(frozen=True, slots=True)

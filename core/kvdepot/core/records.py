@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Final
 
-from kvdepot.core.bounds import ChunkKey, Count, EngineId, NamespaceId, NamespaceIdOrNone, RequestId, Seconds, Text
+from kvdepot.core.bounds import (
+    ChunkKey,
+    Count,
+    EngineId,
+    Explanation,
+    NamespaceId,
+    NamespaceIdOrNone,
+    RequestId,
+    Seconds,
+    Text,
+)
 from kvdepot.core.calls import KEY_BYTES, RequestEnd
 from kvdepot.core.misses import UNHEARD_REASONS
 
@@ -66,6 +76,7 @@ class Lookup:
     other_namespace: NamespaceIdOrNone = b""  # that has the chunk
     source_id: int = 0  # arena of the daemon that the request's params name; 0: none
     source_tier: Name = ""  # that reads from it; empty: it is no peer
+    offered_place: Explanation = ""  # which of several peers have the last object that `offered_tier` has to give
 
 
 class Outcome(StrEnum):

@@ -178,7 +178,12 @@ def test_a_daemon_loads_from_all_daemons_of_a_list_that_names_itself_too(fleet: 
         assert str(port_of(one)) in tier_of(reader).reason and tier_of(reader).breaker == "closed"
         assert engine.load(keys_of("two", 3)) == payloads(keys_of("two", 3))
         stored(two, keys_of("three", 3))
-        wait_until(lambda: engine.locate(keys_of("three", 3)) == 3 * CHUNK_TOKENS, "the other one is still asked")
+        wait_until(lambda: engine.locate(keys_of("three", 3), "r3") == 3 * CHUNK_TOKENS, "the other one is still asked")
+        explained = kvdepotctl(reader, "explain", "r3").stdout
+        assert f"slowest tier peer-0 (127.0.0.1:{port_of(two)}), in RAM after" in " ".join(explained.split())
+        described = kvdepotctl(reader, "describe", f"{engine.namespace.hex()}/{keys_of('three', 3)[0].hex()}", "--json")
+        places = {one["tier"]: one["place"] for one in json.loads(described.stdout)["objects"]}
+        assert places["peer-0"] == f"127.0.0.1:{port_of(two)}" and not places.get("ram")
         assert engine.load(keys_of("three", 3)) == payloads(keys_of("three", 3))
     assert status_of(reader.socket).counters["peer_loaded_bytes.peer-0/stream"] == 9 * OBJECT_BYTES
     _is_shown(reader, two, own_port=own_port, lost_port=port_of(one))

@@ -89,7 +89,8 @@ def _lookup_lines(lookup: Lookup, lookups: int) -> Iterator[str]:
     by_tier = _counts({tier: count for tier, count in lookup.chunks_by_tier.items() if count})
     yield f"  hit       {lookup.path_chunks} chunks from the start{f' ({by_tier})' if by_tier else ''}"
     if lookup.offered_tokens:
-        slowest = f"slowest tier {lookup.offered_tier}, in RAM after {lookup.estimate_seconds:.3f} s"
+        place = f" ({lookup.offered_place})" if lookup.offered_place else ""
+        slowest = f"slowest tier {lookup.offered_tier}{place}, in RAM after {lookup.estimate_seconds:.3f} s"
         yield f"  offered   {lookup.offered_tokens} of {lookup.boundary_tokens} tokens, {slowest}"
     else:
         yield f"  offered   nothing of {lookup.boundary_tokens} tokens"

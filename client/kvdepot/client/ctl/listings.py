@@ -179,8 +179,9 @@ def print_chunk_description(namespace_id: bytes, found: ChunkDescription, consol
     )
     for one in found.objects:
         in_arena = bool(one.extents)
+        tier = f"{one.tier} ({one.place})" if one.place else one.tier
         table.add_row(
-            escape(one.tier), kind_text(one.kind), escape(one.state) + (" (pinned)" if one.pinned else ""),
+            escape(tier), kind_text(one.kind), escape(one.state) + (" (pinned)" if one.pinned else ""),
             size_text(one.size_bytes),
             "" if in_arena else size_text(one.stored_bytes), one.checksum.hex()[:_ID_DIGITS] or "not known",
             str(one.sequence or ""), str(one.generation) if in_arena else "", str(one.extents or ""),

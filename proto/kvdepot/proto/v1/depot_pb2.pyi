@@ -2098,6 +2098,7 @@ class StoredObject(google.protobuf.message.Message):
     EXTENTS_FIELD_NUMBER: builtins.int
     LOANS_FIELD_NUMBER: builtins.int
     PINNED_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
     tier: builtins.str
     kind: builtins.int
     size_bytes: builtins.int
@@ -2114,6 +2115,8 @@ class StoredObject(google.protobuf.message.Message):
     """in how many pieces"""
     pinned: builtins.bool
     """in the arena"""
+    place: builtins.str
+    """which of several peers have it"""
     @property
     def loans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Loan]:
         """of an extent of the arena"""
@@ -2132,8 +2135,9 @@ class StoredObject(google.protobuf.message.Message):
         extents: builtins.int = ...,
         loans: collections.abc.Iterable[global___Loan] | None = ...,
         pinned: builtins.bool = ...,
+        place: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "extents", b"extents", "generation", b"generation", "kind", b"kind", "loans", b"loans", "pinned", b"pinned", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "extents", b"extents", "generation", b"generation", "kind", b"kind", "loans", b"loans", "pinned", b"pinned", "place", b"place", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
 
 global___StoredObject = StoredObject
 
@@ -2315,6 +2319,7 @@ class LookupRecord(google.protobuf.message.Message):
     OTHER_NAMESPACE_FIELD_NUMBER: builtins.int
     SOURCE_ID_FIELD_NUMBER: builtins.int
     SOURCE_TIER_FIELD_NUMBER: builtins.int
+    OFFERED_PLACE_FIELD_NUMBER: builtins.int
     chunks: builtins.int
     chunk_tokens: builtins.int
     high_tokens: builtins.int
@@ -2329,6 +2334,8 @@ class LookupRecord(google.protobuf.message.Message):
     other_namespace: builtins.bytes
     source_id: builtins.int
     source_tier: builtins.str
+    offered_place: builtins.str
+    """which of several peers have the last of what the tier has to give"""
     @property
     def chunks_by_tier(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by tier"""
@@ -2351,8 +2358,9 @@ class LookupRecord(google.protobuf.message.Message):
         other_namespace: builtins.bytes = ...,
         source_id: builtins.int = ...,
         source_tier: builtins.str = ...,
+        offered_place: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "chunks_by_tier", b"chunks_by_tier", "estimate_seconds", b"estimate_seconds", "high_tokens", b"high_tokens", "miss", b"miss", "missing_chunk", b"missing_chunk", "missing_key", b"missing_key", "offered_tier", b"offered_tier", "offered_tokens", b"offered_tokens", "other_namespace", b"other_namespace", "path_chunks", b"path_chunks", "source_id", b"source_id", "source_tier", b"source_tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "chunks_by_tier", b"chunks_by_tier", "estimate_seconds", b"estimate_seconds", "high_tokens", b"high_tokens", "miss", b"miss", "missing_chunk", b"missing_chunk", "missing_key", b"missing_key", "offered_place", b"offered_place", "offered_tier", b"offered_tier", "offered_tokens", b"offered_tokens", "other_namespace", b"other_namespace", "path_chunks", b"path_chunks", "source_id", b"source_id", "source_tier", b"source_tier"]) -> None: ...
 
 global___LookupRecord = LookupRecord
 

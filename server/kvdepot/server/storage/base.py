@@ -125,6 +125,7 @@ class Stored:
     stored_bytes: int  # of the payload, after the codec
     sequence: int  # 0: the tier counts none
     stored_sum: int | None  # XXH3-128 of the stored bytes; None: only the object's header knows
+    place: str = ""  # which of several peers have it
 
 
 @dataclass(frozen=True, slots=True)

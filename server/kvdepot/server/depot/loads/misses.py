@@ -144,12 +144,23 @@ class Misses:
             boundary_tokens=seen.boundary_tokens,
             offered_tokens=offer.boundary_tokens,
             offered_tier=offer.tier,
+            offered_place=self._place(namespace, seen, offer),
             estimate_seconds=offer.seconds,
             miss=miss.reason or "",
             missing_chunk=miss.chunk,
             missing_key=call.keys[at : at + KEY_BYTES] or ROOT_KEY,
             other_namespace=miss.other.id if miss.other is not None else b"",
         )
+
+    def _place(self, namespace: Namespace, seen: Seen, offer: Offer) -> str:
+        """Return which of several peers have the last object of the path that the offer's slowest tier has."""
+        shared = (tier for tier in self._tiering.readable if tier.shared is not None)
+        tier = next((tier for tier in shared if tier.tier.name == offer.tier), None)
+        if tier is None:
+            return ""
+        nodes = seen.nodes[: offer.boundary_tokens // _chunk_tokens(namespace)]
+        held = np.flatnonzero(held_by(self._index, [tier], nodes, namespace.path_kind))
+        return tier.tier.stored(tier.handle(int(nodes[held[-1]]), namespace.path_kind)).place if len(held) else ""
 
 
 def _foreign(namespace: Namespace, other: Namespace) -> bool:

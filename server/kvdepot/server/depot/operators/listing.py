@@ -283,6 +283,7 @@ def _on_medium(tier: LowerTier, kind: int, handle: int, size_bytes: int) -> Obje
         checksum=b"" if stored.stored_sum is None else stored.stored_sum.to_bytes(16, "big"),
         stored_bytes=stored.stored_bytes,
         sequence=stored.sequence,
+        place=stored.place,
     )
 
 

@@ -178,6 +178,10 @@ class PeerGroup:
         if len(self._owners) > OWNERS_MAX:
             self._owners.popitem(last=False)
 
+    def owners_of(self, file: str) -> tuple[Member, ...]:
+        """Return which peers are known to have the object of a file, of those that can be asked."""
+        return tuple(one for one in self._owners.get(file, ()) if one.usable and self._members.get(one.place) is one)
+
     # Reads
 
     def _read(

@@ -15,8 +15,8 @@ from kvdepot.core.report import TierStatus
 from kvdepot.server.io.jobs import Probe
 from kvdepot.server.platform.addresses import TCP, url_address
 from kvdepot.server.platform.guard import tier_guard
-from kvdepot.server.storage.base import IoOutcome, ObjectName, TierListener, TierTraits
-from kvdepot.server.storage.shared_layout import PROBE
+from kvdepot.server.storage.base import IoOutcome, ObjectName, Stored, TierListener, TierTraits
+from kvdepot.server.storage.shared_layout import PROBE, object_file
 from kvdepot.server.tiers.peer.config import PeerConfig
 from kvdepot.server.tiers.peer.group import PeerGroup
 from kvdepot.server.tiers.peer.places import Finder, Place, chosen
@@ -86,6 +86,14 @@ class PeerTier(SharedTier):
 
     def reads_from(self, source_id: int) -> bool:
         return self._workers.reads_from(source_id)
+
+    def stored(self, handle: int) -> Stored:
+        """Return also which of several peers have the object."""
+        found = super().stored(handle)
+        if isinstance(self._workers, PeerGroup):
+            owners = self._workers.owners_of(object_file(self._directory.holdings.name(handle)))
+            return replace(found, place=", ".join(map(str, owners)))
+        return found
 
     def status(self) -> TierStatus:
         workers = self._workers
