@@ -21,7 +21,7 @@ from kvdepot.server.io.peer_client import Peer
 from kvdepot.server.io.peer_wire import Lane, Leased, PeerSettings, Pull
 from kvdepot.server.storage.base import ObjectName
 
-from tests.rigs.certificates import Authority
+from tests.rigs.certificates import Authority, Files
 from tests.rigs.engine_rig import ARENA_ID, CHUNK, Client, Rig, audit, path, spec_of
 from tests.rigs.patience import until
 from tests.rigs.peer_fleet import PEER
@@ -37,7 +37,9 @@ FILL = 9
 class Live:
     """A depot with two objects, and the process that sends them."""
 
-    def __init__(self, folder: Path, lease_seconds: float, *, lends: bool = False) -> None:
+    def __init__(
+        self, folder: Path, lease_seconds: float, gather_seconds: float = 600.0, *, lends: bool = False
+    ) -> None:
         self.authority = authority = Authority(folder)
         files = authority.issue("peer", PEER)
         tls = {"cert": f"{files.cert}", "key": f"{files.key}", "client_ca": f"{authority.pem}", "allow_peers": [PEER]}
@@ -56,13 +58,18 @@ class Live:
             config, ((self.arena_fd, self.rig.layout.data_bytes),), self.leases, arena_id=ARENA_ID,
             loop=asyncio.get_running_loop(),
             log=logging.getLogger("tests.peers"), counters=self.counters, lease_seconds=lease_seconds,
+            gather_seconds=gather_seconds,
         )  # fmt: skip
         self.settings = PeerSettings(
             "127.0.0.1", 0, f"{files.cert}", f"{files.key}", f"{authority.pem}", (PEER,), timeout_seconds=60.0
         )
 
-    def peer(self, lane: Lane = Lane.STREAM) -> Peer:
-        return Peer(replace(self.settings, port=self.source.addresses[0][1], lane=lane))
+    def peer(self, lane: Lane = Lane.STREAM, files: Files | None = None) -> Peer:
+        """Return a connection, with another certificate if there are `files` of one."""
+        settings = self.settings
+        if files is not None:
+            settings = replace(settings, cert=f"{files.cert}", key=f"{files.key}")
+        return Peer(replace(settings, port=self.source.addresses[0][1], lane=lane))
 
     def name(self, at: int) -> ObjectName:
         parent = KEYS[at - 1] if at else ROOT_KEY
@@ -96,9 +103,11 @@ class Live:
 
 
 @asynccontextmanager
-async def live(folder: Path, lease_seconds: float = 30.0, *, lends: bool = False) -> AsyncIterator[Live]:
-    """`lends`: over NIXL, too."""
-    one = Live(folder, lease_seconds, lends=lends)
+async def live(
+    folder: Path, lease_seconds: float = 30.0, *, lends: bool = False, gather_seconds: float = 600.0
+) -> AsyncIterator[Live]:
+    """`lends`: over NIXL, too. `gather_seconds`: between summaries."""
+    one = Live(folder, lease_seconds, gather_seconds, lends=lends)
     await one.source.listen()
     try:
         yield one

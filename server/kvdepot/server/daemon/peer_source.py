@@ -21,6 +21,7 @@ from kvdepot.server.config.config import Config
 from kvdepot.server.config.peers import Peers
 from kvdepot.server.daemon.nixl_lender import NixlLender
 from kvdepot.server.daemon.peer_readers import PeerReaders
+from kvdepot.server.daemon.peer_summaries import GATHER_SECONDS, PeerSummaries
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.loads.peer_leases import PeerLease, PeerLeases
 from kvdepot.server.io.peer_wire import (
@@ -28,12 +29,15 @@ from kvdepot.server.io.peer_wire import (
     TO_DAEMON,
     AskLocate,
     AskPull,
+    AskSummary,
     Ended,
+    Gathered,
     Granted,
     Lane,
     Located,
     Refusal,
     Refused,
+    SummaryWords,
     Unconnected,
 )
 from kvdepot.server.io.proven_child import ProvenChild
@@ -54,20 +58,23 @@ QUESTIONS_SHARE: Final = 0.2
 """Of the loop's time, for the questions of all peers together: enough for 20,000 names a second."""
 _BACKLOG: Final = 64
 _DEATH_SECONDS: Final = 1.0
-_Up = AskLocate | AskPull | Ended | Unconnected
+_Up = AskLocate | AskPull | AskSummary | Ended | Unconnected
+_Down = Located | Granted | Refused | SummaryWords | Gathered
 
 
 class PeerSource:
     """Everything runs on the loop's thread.
 
     Counts `peer_located_objects.found` and `.absent`, `peer_pulls.` and how each ended or why it was refused,
-    `peer_sent_bytes.` and the lane, `peer_refused_connections.` and why, `peer_servers.started`, `.crashed` and
+    `peer_sent_bytes.` and the lane, `peer_summary_answers.` and whether it was gathered for it,
+    `peer_refused_connections.` and why, `peer_servers.started`, `.crashed` and
     `.killed`.
     """
 
     def __init__(
         self, config: Config, data: DataParts, leases: PeerLeases, *, arena_id: int,
         loop: asyncio.AbstractEventLoop, log: logging.Logger, counters: Counters, lease_seconds: float = LEASE_SECONDS,
+        gather_seconds: float = GATHER_SECONDS,
     ) -> None:  # fmt: skip
         """Build it without a process. `data`: of the arena."""
         self._data = data
@@ -83,6 +90,10 @@ class PeerSource:
         self._count = counters.add
         self._guard = engine_guard(counters.add)
         self._questions = Paced(QUESTIONS_SHARE, loop)  # of the process that runs now
+        self._summaries = PeerSummaries(
+            leases, self._tell, arena_id=arena_id, questions=self._questions, loop=loop, guard=self._guard,
+            every_seconds=gather_seconds,
+        )  # fmt: skip
         self._lease_seconds = lease_seconds
         self._lender: NixlLender | None = None
         if config.tables.daemon.lend_nixl:
@@ -208,7 +219,7 @@ class PeerSource:
 
     def handle(self, number: int, message: _Up) -> None:
         handle = partial(self._guard.call, "peers", self._handle, number, message)
-        if isinstance(message, AskLocate | AskPull):
+        if isinstance(message, AskLocate | AskPull | AskSummary):
             self._questions.call(handle)  # a connection has one at most, and asks no other before the answer
         else:
             handle()
@@ -219,6 +230,7 @@ class PeerSource:
 
     def died(self, status: int) -> None:
         self._questions.clear()  # their numbers mean others to the next one
+        self._summaries.forget()
         self._end_timers()
         self._borrowed.clear()
         self._serve_borrowers()
@@ -239,14 +251,28 @@ class PeerSource:
                 self._answer(number, self._locate(message))
             case AskPull():
                 self._answer(number, self._lease(message))
+            case AskSummary(names):
+                self._summarize(number, names)
             case Ended():
                 self._end(message)
             case Unconnected(reason, times):
                 self._count(f"peer_refused_connections.{reason if reason == 'limit' else 'handshake'}", times)
 
-    def _answer(self, number: int, answer: Located | Granted | Refused) -> None:
+    def _answer(self, number: int, answer: _Down) -> None:
         if self._child is not None:
             self._child.send(FROM_DAEMON.pack(answer, number))
+
+    def _tell(self, words: SummaryWords) -> None:
+        self._answer(0, words)
+
+    def _summarize(self, number: int, names: tuple[str, ...]) -> None:
+        allowed, tenant = self._peers.tenant_of(names)
+        if not allowed:
+            self._count("peer_refused_connections.not_allowed", 1)
+            self._answer(number, Refused(Refusal.NOT_ALLOWED))
+            return
+        gathers = self._summaries.ask(tenant, partial(self._answer, number))
+        self._count(f"peer_summary_answers.{'new' if gathers else 'kept'}", 1)
 
     def _locate(self, question: AskLocate) -> Located | Refused:
         allowed, tenant = self._peers.tenant_of(question.names)

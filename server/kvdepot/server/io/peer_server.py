@@ -31,6 +31,7 @@ from typing import Final
 from kvdepot.core.data_mapping import map_parts, unpack_parts
 from kvdepot.server.io.framing import FrameError
 from kvdepot.server.io.lifeline import die_with, exit_code
+from kvdepot.server.io.peer_summary import Summaries
 from kvdepot.server.io.peer_wire import (
     ALPN,
     ALPN_NIXL,
@@ -42,9 +43,11 @@ from kvdepot.server.io.peer_wire import (
     TO_READER,
     AskLocate,
     AskPull,
+    AskSummary,
     Borrow,
     Ended,
     Exact,
+    Gathered,
     Granted,
     Lane,
     Leased,
@@ -59,6 +62,10 @@ from kvdepot.server.io.peer_wire import (
     Return,
     Returned,
     Sent,
+    Summarize,
+    Summary,
+    SummaryWords,
+    Unchanged,
     Unconnected,
 )
 from kvdepot.server.platform.certificates import names_of
@@ -85,7 +92,7 @@ _PAUSE_SECONDS: Final = 0.1
 """After a connection that could not be accepted."""
 _TELL_SECONDS: Final = 0.5
 """Between two messages about refused connections: everybody can be refused, as often as the network allows."""
-Answer = Located | Granted | Refused
+Answer = Located | Granted | Refused | Gathered
 
 
 def main(arguments: list[str]) -> int:
@@ -120,23 +127,27 @@ class Daemon:
         self._sending = threading.Lock()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, queue.SimpleQueue[Answer]] = {}
+        self.summaries = Summaries()
 
     def listen(self) -> None:
         """Hand out answers until the daemon closes the socket. The caller ends the process then."""
         stream = self._connection.makefile("rb")
         while (frame := FROM_DAEMON.read(stream)) is not None:
             number, answer = frame
+            if isinstance(answer, SummaryWords):
+                self.summaries.take(answer)
+                continue
             waiting = self._waiting.pop(number, None)
             if waiting is not None:
                 waiting.put(answer)
             elif isinstance(answer, Granted):  # nobody waits for it any more
                 self.tell(Ended(answer.lease, Sent.LATE, 0))
 
-    def tell(self, message: AskLocate | AskPull | Ended | Unconnected, number: int = 0) -> None:
+    def tell(self, message: AskLocate | AskPull | AskSummary | Ended | Unconnected, number: int = 0) -> None:
         with self._sending:
             self._connection.sendall(TO_DAEMON.pack(message, number))
 
-    def ask(self, question: AskLocate | AskPull) -> Answer | None:
+    def ask(self, question: AskLocate | AskPull | AskSummary) -> Answer | None:
         """Return the answer; None if there is none in time."""
         number, answers = next(self._numbers), queue.SimpleQueue[Answer]()
         self._waiting[number] = answers
@@ -338,12 +349,20 @@ class _Reader:
         if isinstance(answer, Granted):
             until = time.monotonic() + answer.seconds
             return self._send(answer, until) if answer.lender is None else self._lend(answer, until)
-        self._tell(answer, time.monotonic() + QUESTION_SECONDS)
+        reply = self._summary(question, answer) if isinstance(answer, Gathered) else answer
+        self._tell(reply, time.monotonic() + QUESTION_SECONDS)
         return not (isinstance(answer, Refused) and answer.reason is Refusal.NOT_ALLOWED)
 
-    def _asked(self, question: Locate | Pull | Borrow) -> AskLocate | AskPull:
+    def _summary(self, question: Question, gathered: Gathered) -> Summary | Unchanged:
+        summary = self._daemon.summaries.of(gathered.tenant, gathered.arena_id)
+        known = isinstance(question, Summarize) and question.version == summary.version
+        return Unchanged(gathered.arena_id) if known else summary
+
+    def _asked(self, question: Locate | Pull | Borrow | Summarize) -> AskLocate | AskPull | AskSummary:
         if isinstance(question, Locate):
             return AskLocate(self._names, question.wanted)
+        if isinstance(question, Summarize):
+            return AskSummary(self._names)
         return AskPull(self._names, question.name, isinstance(question, Borrow))
 
     def _lend(self, lease: Granted, until: float) -> bool:

@@ -5,6 +5,9 @@ The reader asks, the source answers, one after the other. After `Leased` come th
 else: who cannot send all of them closes the connection.
 
 With `ALPN_NIXL` a reader may also borrow an object: it reads the object over NIXL, and then returns it (ADR 82).
+
+A reader may also ask for a summary of all that it could have (ADR 85). A source that does not know this question
+closes the connection.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, Self
 
-from kvdepot.core.bounds import AtMost, Between, ChunkKey, Count, Duration, NamespaceId
+from kvdepot.core.bounds import AtMost, Between, ChunkKey, Count, DrawnId, Duration, NamespaceId, bad
 from kvdepot.core.limits import OBJECT_BYTES_MAX
 from kvdepot.server.io.framing import Digest, Framing, Signed
 from kvdepot.server.io.jobs import ABSENT, FILES_PER_STAT, Extents
@@ -29,6 +32,11 @@ NAMES_MAX: Final = 64
 NAME_CHARACTERS_MAX: Final = 512
 METADATA_BYTES_MAX: Final = 256 << 10
 """Of a NIXL agent. It takes 318 bytes with UCX over TCP."""
+SUMMARY_BYTES_MAX: Final = 1 << 20
+"""Of the bits of a summary."""
+_SUMMARY_BYTES_MIN: Final = 8
+_HASHES_MAX: Final = 16
+"""Of a summary. Sources use 7 at most."""
 _QUESTION_BYTES_MAX: Final = 64 << 10
 _ANSWER_BYTES_MAX: Final = 2 << 20
 _Length = Annotated[Signed, Between(ABSENT, OBJECT_BYTES_MAX)]
@@ -150,10 +158,44 @@ class Refused:
     reason: Refusal
 
 
-Question = Locate | Pull | Borrow | Return
-Reply = Located | Leased | Refused | Lent | Returned
-FROM_READER: Final[Framing[Question]] = Framing(Locate, Pull, Borrow, Return, bytes_max=_QUESTION_BYTES_MAX)
-TO_READER: Final[Framing[Reply]] = Framing(Located, Leased, Refused, Lent, Returned, bytes_max=_ANSWER_BYTES_MAX)
+@dataclass(frozen=True, slots=True)
+class Summarize:
+    """Which chunks can be had? The reader has the summary of this version; 0: it has none."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A Bloom filter (rbloom's) of the words of all chunks that can be had (`chunk_words`).
+
+    Equal summaries have one version, and it is never 0.
+    """
+
+    arena_id: int
+    version: Annotated[int, DrawnId()]
+    chunks: int
+    hashes: Annotated[int, Between(1, _HASHES_MAX)]
+    bits: Annotated[bytes, Count(SUMMARY_BYTES_MAX)]
+
+    def check_fields(self) -> None:
+        if len(self.bits) < _SUMMARY_BYTES_MIN:
+            raise bad("bits", f"{len(self.bits)} bytes; expected at least {_SUMMARY_BYTES_MIN}")
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """The reader has the latest summary."""
+
+    arena_id: int
+
+
+Question = Locate | Pull | Borrow | Return | Summarize
+Reply = Located | Leased | Refused | Lent | Returned | Summary | Unchanged
+FROM_READER: Final[Framing[Question]] = Framing(Locate, Pull, Borrow, Return, Summarize, bytes_max=_QUESTION_BYTES_MAX)
+TO_READER: Final[Framing[Reply]] = Framing(
+    Located, Leased, Refused, Lent, Returned, Summary, Unchanged, bytes_max=_ANSWER_BYTES_MAX
+)
 
 
 # Between the source's server and its daemon. The number of a frame is that of the question.
@@ -205,11 +247,36 @@ class Unconnected:
     times: int
 
 
-TO_DAEMON: Final[Framing[AskLocate | AskPull | Ended | Unconnected]] = Framing(
-    AskLocate, AskPull, Ended, Unconnected, bytes_max=256 << 10
+@dataclass(frozen=True, slots=True)
+class AskSummary:
+    """A `Summarize` of a reader whose certificate has these names."""
+
+    names: Names
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryWords:
+    """Words of chunks that peers of a tenant can have. With the first ones those of before do not count any more."""
+
+    tenant: int
+    words: bytes  # u64
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """All words of this tenant have been sent."""
+
+    tenant: int
+    arena_id: int
+
+
+TO_DAEMON: Final[Framing[AskLocate | AskPull | Ended | Unconnected | AskSummary]] = Framing(
+    AskLocate, AskPull, Ended, Unconnected, AskSummary, bytes_max=256 << 10
 )
-FROM_DAEMON: Final[Framing[Located | Granted | Refused]] = Framing(
-    Located, Granted, Refused, bytes_max=_ANSWER_BYTES_MAX
+FROM_DAEMON: Final[Framing[Located | Granted | Refused | SummaryWords | Gathered]] = Framing(
+    Located, Granted, Refused, SummaryWords, Gathered, bytes_max=_ANSWER_BYTES_MAX
 )
 
 

@@ -50,6 +50,12 @@ PEERS: Final = (
         (*Sent, *Refusal),
     ),
     counter("peer_sent_bytes", "Bytes of objects that were sent to peers, by what they went over.", "lane", Lane),
+    counter(
+        "peer_summary_answers",
+        "Summaries that peers asked for, by outcome: whether names were gathered for this one.",
+        "outcome",
+        ("new", "kept"),
+    ),
     tier_counter(
         "peer_loaded_bytes",
         "Bytes of objects that were loaded from peers and verified, by what they came over.",

@@ -10,6 +10,7 @@ from kvdepot.core.control import Switch
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.loads.peer_leases import LEASES_MAX, PeerLease, PeerLeases
 from kvdepot.server.depot.types import Owner, TenantBudget
+from kvdepot.server.io.chunk_words import words_of_names
 from kvdepot.server.io.jobs import ABSENT
 from kvdepot.server.io.peer_wire import Refusal
 from kvdepot.server.storage.base import ObjectName, UnknownWorker
@@ -231,3 +232,66 @@ def test_a_namespace_of_an_unknown_tenant_is_nobodys() -> None:
     assert located(rig.depot.peer_leases, client, path("p", 1), "a") == [ABSENT]
     client = rig.attach(spec=replace(DENSE, tenant="a"), owner=Owner(1, tenant="a"))
     assert located(rig.depot.peer_leases, client, path("p", 1), "a") == [OBJECT_BYTES]
+
+
+def summarized(leases: PeerLeases, client: Client, keys: list[bytes], tenant: str | None = None) -> list[bool]:
+    """Return which of these chunks are in what is gathered for summaries."""
+    chunks = leases.chunks(tenant)
+    rows = range(0, chunks.row_count, 3)
+    words = {word for start in rows for word in chunks.words(start, min(start + 3, chunks.row_count)).tolist()}
+    return [word in words for word in words_of_names([(client.namespace, key) for key in keys]).tolist()]
+
+
+@pytest.mark.requirement("T3")
+def test_a_summary_has_what_can_be_lent_and_nothing_else() -> None:
+    rig, client, leases, _ = rig_of()
+    keys = path("p", 3)
+    store(client, keys[:2])
+    assert summarized(leases, client, keys) == [False] * 3, "there is no checksum yet"
+    verify(rig)
+    assert summarized(leases, client, keys) == [True, True, False]
+    rig.crash()
+    client, leases = rig.attach(), rig.depot.peer_leases
+    assert not any(summarized(leases, client, keys)), "not verified in this run"
+    verify(rig)
+    assert summarized(leases, client, keys) == [True, True, False]
+    rig.depot.deletion(client.namespace, keys[1]).run_once()
+    assert summarized(leases, client, keys) == [True, False, False]
+
+
+@pytest.mark.requirement("T3")
+@pytest.mark.parametrize("how", ["all", "one", "drain", "invalid"])
+def test_what_is_not_served_is_in_no_summary(how: str) -> None:
+    rig, client, leases, _ = rig_of()
+    other = rig.attach("other", 11, replace(DENSE, label="other", epoch="other"))
+    keys = path("p", 2)
+    for one in (client, other):
+        store(one, keys)
+    verify(rig)
+    assert summarized(leases, client, keys) == summarized(leases, other, keys) == [True, True]
+    if how == "drain":
+        rig.depot.drain(draining=True)
+    elif how == "invalid":
+        leases._namespaces.by_id[client.namespace].invalid = True
+    else:
+        rig.depot.switch(Switch.LOADS, b"" if how == "all" else client.namespace, on=False)
+    assert summarized(leases, client, keys) == [False, False]
+    assert all(summarized(leases, other, keys)) is (how in ("one", "invalid"))
+
+
+@pytest.mark.requirement("S4")
+def test_a_summary_for_a_peer_of_a_tenant_has_chunks_of_this_tenant_alone() -> None:
+    rig = Rig(tenants={"a": TenantBudget(), "b": TenantBudget()})
+    leases = rig.depot.peer_leases
+    one, other = (
+        rig.attach(f"e-{tenant}", 10 + at, replace(DENSE, tenant=tenant), owner=Owner(at, tenant=tenant))
+        for at, tenant in enumerate("ab")
+    )
+    for client in (one, other):
+        store(client, path("p", 1))
+    verify(rig)
+    for client, mine, foreign in ((one, "a", "b"), (other, "b", "a")):
+        assert summarized(leases, client, path("p", 1), mine) == [True]
+        assert summarized(leases, client, path("p", 1), foreign) == [False]
+    chunks = leases.chunks("a")
+    assert len(chunks.words(0, chunks.row_count)) == 1

@@ -6,20 +6,24 @@ process says so, or is reaped. Only then can the extents be reused (I6).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from kvdepot.core.allocator import Extent
-from kvdepot.core.arena import NO_ROW, LentMode
+from kvdepot.core.arena import NAMESPACES_MAX, NO_ROW, LentMode
 from kvdepot.core.control import Switch
 from kvdepot.core.kinds import Kind
 from kvdepot.server.depot.sessions.workers import ObjectLoan, WorkerLoans, Workers
 from kvdepot.server.depot.tree.index import NONE
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
+from kvdepot.server.depot.tree.rows import Rows
 from kvdepot.server.depot.tree.switches import Switches
 from kvdepot.server.depot.tree.tree import Tree
+from kvdepot.server.io.chunk_words import Words, seeds_of, words_of
 from kvdepot.server.io.jobs import ABSENT
 from kvdepot.server.io.peer_wire import Refusal
 from kvdepot.server.storage.base import ObjectName
@@ -101,6 +105,11 @@ class PeerLeases:
         for number in tuple(self._leases):
             self.end(number)
 
+    def chunks(self, tenant: str | None) -> PeerChunks:
+        """Return what gathers the chunks that such a peer may have, in namespaces that are served now."""
+        served = [one for one in self._namespaces.by_id.values() if self._serves(tenant, one)]
+        return PeerChunks(self._rows, {one.slot: one.id for one in served})
+
     def _row(self, tenant: str | None, namespace_id: bytes, key: bytes, kind: int) -> int:
         """Return the row of an object that may be served to a peer now, or NO_ROW.
 
@@ -123,3 +132,34 @@ class PeerLeases:
         if namespace.invalid or self._switches.refusal(Switch.LOADS, namespace.id) is not None:
             return False
         return tenant is None or (namespace.spec is not None and namespace.tenant == tenant)
+
+
+class PeerChunks:
+    """The chunks of some namespaces that can be lent, in slices of the extent table.
+
+    A chunk that is stored or evicted meanwhile may be in it or not. So may one that is being deleted, and a chunk with
+    objects of several kinds is in it several times.
+    """
+
+    def __init__(self, rows: Rows, namespaces: Mapping[int, bytes]) -> None:
+        """`namespaces`: ids by slot."""
+        self._rows = rows
+        slots = list(namespaces)
+        self._served = np.zeros(NAMESPACES_MAX, np.bool_)
+        self._served[slots] = True
+        self._seeds = np.zeros(NAMESPACES_MAX, np.uint64)
+        self._seeds[slots] = seeds_of(b"".join(namespaces.values()))
+        self._keys: npt.NDArray[np.uint64] = rows.keys.view("<u8").reshape(-1, 2)
+
+    @property
+    def row_count(self) -> int:
+        return self._rows.count
+
+    def words(self, start: int, stop: int) -> Words:
+        """Return the words of chunks in rows from `start` on, before `stop`."""
+        rows, part = self._rows, slice(start, stop)
+        heads = start + np.flatnonzero(rows.lendable(part))
+        slots = rows.namespaces[heads]
+        served = self._served[slots]
+        heads, slots = heads[served], slots[served]
+        return words_of(self._seeds[slots], self._keys[heads])

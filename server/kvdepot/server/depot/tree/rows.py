@@ -163,6 +163,12 @@ class Rows:
         seen[seen] = (self.states[held] == COMMITTED) & (self.runs[held] == self.run)
         return seen
 
+    def lendable(self, part: slice) -> npt.NDArray[np.bool_]:
+        """Return whether each row of this part is the head of an object that is visible and has a checksum."""
+        committed = (self.states[part] == COMMITTED) & (self.runs[part] == self.run)
+        lendable: npt.NDArray[np.bool_] = committed & (self.flags[part] & SUMMED != 0)
+        return lendable
+
     def unverified(self, head: int) -> bool:
         """Return whether the object was adopted, and its bytes have not been looked at yet."""
         return self.state[head] == COMMITTED and self.run_of[head] != self.run

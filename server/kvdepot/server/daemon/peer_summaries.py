@@ -1,0 +1,79 @@
+"""The source's daemon gathers for summaries which chunks it could lend (ADR 85).
+
+It does so in slices between which the loop does other things, rarely, and only when a peer asks. The process that sends
+makes the filters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kvdepot.server.depot.loads.peer_leases import PeerChunks, PeerLeases
+from kvdepot.server.io.peer_wire import Gathered, SummaryWords
+from kvdepot.server.platform.guard import Guard
+from kvdepot.server.platform.paced import Paced
+
+GATHER_SECONDS: Final = 30.0
+"""At most so often for each tenant. A summary is of some use for longer: most conversations last for minutes."""
+SLICE_ROWS: Final = 1 << 14
+"""Rows that are looked at before the loop does something else: they take less than a millisecond."""
+_Done = Callable[[Gathered], None]
+
+
+class PeerSummaries:
+    """What is sent to one process after another. Everything runs on the loop's thread."""
+
+    def __init__(
+        self, leases: PeerLeases, send: Callable[[SummaryWords], None], *, arena_id: int, questions: Paced,
+        loop: asyncio.AbstractEventLoop, guard: Guard, every_seconds: float,
+    ) -> None:  # fmt: skip
+        """Gather nothing yet. `questions`: what slices share their part of the loop's time with."""
+        self._leases = leases
+        self._send = send
+        self._arena_id = arena_id
+        self._questions = questions
+        self._loop = loop
+        self._guard = guard
+        self._every_seconds = every_seconds
+        self._numbers: dict[str | None, int] = {}  # of tenants, for the process
+        self._gathered_at: dict[int, float] = {}
+        self._waiting: dict[int, list[_Done]] = {}  # for what is being gathered
+        self._run = 0
+
+    def ask(self, tenant: str | None, done: _Done) -> bool:
+        """Call `done` when the process has all words of the tenant. Return whether they are gathered for this."""
+        number = self._numbers.setdefault(tenant, len(self._numbers))
+        if number in self._waiting:
+            self._waiting[number].append(done)
+            return False
+        if self._loop.time() < self._gathered_at.get(number, -self._every_seconds) + self._every_seconds:
+            done(Gathered(number, self._arena_id))
+            return False
+        self._waiting[number] = [done]
+        self._slice(self._run, number, self._leases.chunks(tenant), 0)
+        return True
+
+    def forget(self) -> None:
+        """Gather again for the next process: the one of before has ended."""
+        self._run += 1
+        self._gathered_at.clear()
+        self._waiting.clear()
+
+    def _slice(self, run: int, number: int, chunks: PeerChunks, start: int) -> None:
+        if run == self._run and not self._guard.call("peers", self._gather, run, number, chunks, start):
+            self._waiting.pop(number, None)  # who waits hears nothing, and asks again later
+
+    def _gather(self, run: int, number: int, chunks: PeerChunks, start: int) -> None:
+        stop = min(start + SLICE_ROWS, chunks.row_count)
+        last = stop == chunks.row_count
+        self._send(SummaryWords(number, chunks.words(start, stop).tobytes(), start == 0, last))
+        if last:
+            self._gathered_at[number] = self._loop.time()
+            for done in self._waiting.pop(number):
+                done(Gathered(number, self._arena_id))
+        else:
+            following = partial(self._slice, run, number, chunks, stop)
+            self._loop.call_soon(self._questions.call, following)
