@@ -94,7 +94,7 @@ def peer_nodes(folder: Path, lane: Lane) -> Iterator[PeerNodes]:
         )
         if nixl:
             wait_until(lambda: LENT in source.log.read_text(), LENT)
-        tier = peers.tiers(SOURCE, deadline="10s", borrows=nixl)
+        tier = peers.tiers(READER, SOURCE, deadline="10s", borrows=nixl)
         reader = stack.enter_context(Daemon(_CONFIGURATION + peers.tls() + tier, program=peers.program(READER)))
         reader.wait(lambda status: status.tiers[1].state == "ready", _READY_SECONDS, "ready to load from its peer")
         wire = BareWire(network)

@@ -1,6 +1,7 @@
 """Three nodes, each in a network namespace of its own: what one has computed is loaded by the others (row P4).
 
-Node 1 loads over the stream, node 2 over NIXL. The wire has a delay of 0.5 ms and a rate of 10 Gbit/s.
+Node 1 loads over the stream, from a list that names all nodes and itself, and node 2 over NIXL, with a tier for each
+other node. The wire has a delay of 0.5 ms and a rate of 10 Gbit/s.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tests.rigs.peer_network import PeerNetwork
 
 LANES: Final = ("stream", "stream", "nixl")
 """By node: what its tiers load over."""
+LISTING: Final = 1
+"""The node that has one tier for all."""
 READY_SECONDS: Final = 60.0
 LOADED: Final = "peer_loaded_bytes."
 POLICY: Final = '[breaker]\nprobe_every = "500ms"\n'
@@ -108,7 +111,12 @@ class Nodes:
 
 
 def sees_all(status: DaemonStatus) -> bool:
-    return all((tier.state, tier.breaker) == ("ready", "closed") for tier in status.tiers[1:])
+    """Return whether all tiers can be used, and all peers of each have answered."""
+    tiers = status.tiers[1:]
+    peers = (peer for tier in tiers for peer in tier.peers)
+    return all((tier.state, tier.breaker) == ("ready", "closed") for tier in tiers) and all(
+        peer.state in ("ready", "itself") for peer in peers
+    )
 
 
 @pytest.fixture(
@@ -129,8 +137,10 @@ def all_nodes(
         peers = PeerNetwork(folder, network)
         nodes = []
         for number, lane in enumerate(LANES):
-            others = [other for other in network.nodes if other != number]
-            tiers = peers.tls() + peers.tiers(*others, deadline="10s", borrows=lane == "nixl") + POLICY
+            listed = number == LISTING
+            sources = [other for other in network.nodes if other != number or listed]
+            found = peers.tiers(number, *sources, deadline="10s", borrows=lane == "nixl", listed=listed)
+            tiers = peers.tls() + found + POLICY
             directory = folder / f"node-{number}"
             directory.mkdir()
             fleet = Fleet(

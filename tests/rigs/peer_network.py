@@ -44,16 +44,10 @@ class PeerNetwork(Fleet):
 
         `borrows`: over NIXL. `listed`: with one tier instead, whose peers are in a file.
         """
-        places = [f"{self.network.address(source)}:{PORT}" for source in sources]
-        urls = [f"tcp://{place}" for place in places]
-        if listed:
-            file = self.folder / f"peers-of-{node}"
-            file.write_text("\n".join(places))
-            urls = [f"file://{file}"]
-        tiers = peer_tiers(urls, deadline, BORROWING if borrows else "")
+        tiers = self.tiers(node, *sources, deadline=deadline, borrows=borrows, listed=listed)
         ram = LARGE_RAM if borrows or listed else ram
         daemon = self._at(node, f"{self.tls()}{tiers}[breaker]\n{breaker}{more}", ram, cpus)
-        wait_until(lambda: self.ready(daemon, len(urls)), "all its tiers are ready")
+        wait_until(lambda: self.ready(daemon, 1 if listed else len(sources)), "all its tiers are ready")
         return daemon
 
     def program(self, node: int) -> tuple[str, ...]:
@@ -67,9 +61,14 @@ class PeerNetwork(Fleet):
         """Return lines of the table `[daemon]` of a source."""
         return f'listen_peers = "tcp://{self.network.address(node)}:{PORT}"\n{LENDING if lends else ""}'
 
-    def tiers(self, *sources: int, deadline: str, borrows: bool) -> str:
-        """Return the tables of a reader's tiers, one for each of these nodes."""
-        urls = (f"tcp://{self.network.address(source)}:{PORT}" for source in sources)
+    def tiers(self, node: int, *sources: int, deadline: str, borrows: bool, listed: bool = False) -> str:
+        """Return the tables of a reader's tiers, one for each of these nodes. `listed`: one for a file with all."""
+        places = [f"{self.network.address(source)}:{PORT}" for source in sources]
+        urls = [f"tcp://{place}" for place in places]
+        if listed:
+            file = self.folder / f"peers-of-{node}"
+            file.write_text("\n".join(places))
+            urls = [f"file://{file}"]
         return peer_tiers(urls, deadline, BORROWING if borrows else "")
 
     @staticmethod

@@ -11,14 +11,16 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from kvdepot.core.report import PeerStatus
 from kvdepot.server.io.breaker import Breaker
-from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, ReadFile, StatFiles
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, Probe, ReadFile, StatFiles
 from kvdepot.server.platform.addresses import url_address
 from kvdepot.server.platform.guard import Guard
 from kvdepot.server.storage.base import IoOutcome, Loan
+from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.peer.places import Place
 from kvdepot.server.tiers.peer.source import SourceWorkers
 
@@ -44,6 +46,7 @@ class Member:
         self.workers = workers
         self.figures = workers.figures
         self.itself = False
+        self.probed = False  # a probe has no answer yet
 
     @property
     def usable(self) -> bool:
@@ -150,6 +153,22 @@ class PeerGroup:
                 member.workers.use_names(names)
 
     # Lookups, and probes
+
+    def probe(self) -> None:
+        """Ask peers that have not answered yet, or whose last answer was a failure.
+
+        Otherwise the next lookup would not wait for them, although they may have recovered while nobody asked.
+        """
+        for member in self._members.values() if self._token is not None else ():
+            doubtful = member.figures.fails or not member.figures.source_id
+            if doubtful and member.usable and not member.probed:
+                member.probed = True
+                member.workers.submit(Probe(PROBE), priority=Priority.TEND, done=partial(self._probed, member))
+
+    def _probed(self, member: Member, answer: Answer) -> None:
+        member.probed = False
+        if answer.outcome is IoOutcome.OK:
+            self.heard(member, answer)
 
     def _ask_all(self, job: Job, priority: Priority, done: Callable[[Answer], None]) -> None:
         members = [member for member in self._members.values() if member.usable]

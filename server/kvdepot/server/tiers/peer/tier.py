@@ -112,6 +112,7 @@ class PeerTier(SharedTier):
         self._start_once()
         if new:
             self._prober.hurry()
+        self._workers.probe()
 
     def _found_no_places(self, why: str) -> None:
         """Stay with the peers of before."""

@@ -420,3 +420,27 @@ def test_each_peer_is_shown_also_the_one_that_is_this_daemon() -> None:
         assert [one.state for one in peers.group.statuses()] == ["ready"]
 
     with_peers(test, A, B)
+
+
+def test_peers_that_are_new_or_failed_last_are_probed_while_nobody_looks_anything_up() -> None:
+    async def test(peers: Peers) -> None:
+        peers.group.probe()
+        assert not any(workers.jobs for workers in peers.of.values()), "no workers are made yet"
+        peers.group.renew("token")
+        for _ in range(2):
+            peers.group.probe()
+        assert all([type(job) for job, _, _ in workers.jobs] == [Probe] for workers in peers.of.values())
+        peers.of[A].answer(Answer(IoOutcome.OK, source_id=ARENA))
+        peers.of[B].answer(Answer(IoOutcome.OK, source_id=99))
+        peers.of[C].answer(Answer(IoOutcome.IO_ERROR, "no route"))
+        assert [one.state for one in peers.group.statuses()] == ["itself", "ready", "failing"]
+        peers.group.probe()
+        assert [len(peers.of[place].jobs) for place in (A, B, C)] == [0, 0, 1]
+        peers.of[C].answer(Answer(IoOutcome.OK, source_id=98))
+        assert [one.state for one in peers.group.statuses()] == ["itself", "ready", "ready"]
+        peers.of[B].why_unusable = "disabled: its breaker probes it"
+        peers.of[B].figures.fails = True
+        peers.group.probe()
+        assert not peers.of[B].jobs
+
+    with_peers(test, A, B, C)
