@@ -128,6 +128,7 @@ class _Side(asyncio.Protocol):
         self._ended = ended
         self._transport: asyncio.Transport | None = None
         self._early = bytearray()  # what came for this side before it was there
+        self._closed = False
 
     def begin(self) -> None:
         """Read, once both sides are there."""
@@ -150,7 +151,8 @@ class _Side(asyncio.Protocol):
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Close after what was sent before."""
+        """Close after what was sent before. A side that is not there yet closes as soon as it is."""
+        self._closed = True
         if self._transport is not None:
             self._transport.close()
 
@@ -164,6 +166,8 @@ class _Side(asyncio.Protocol):
         if self._early:
             transport.write(bytes(self._early))
             self._early.clear()
+        if self._closed:
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         assert self.other is not None

@@ -78,7 +78,19 @@ def test_a_side_that_closes_is_not_read_any_more() -> None:
     assert ours.closed
     outer.close()
     outer.connection_made(theirs)
-    assert not theirs.closed, "it was closed before it was there"
+    assert theirs.closed, "also where it was closed before it was there"
     inner.begin()
     outer.resume_writing()
     assert not ours.reads
+
+
+def test_a_side_that_the_other_one_has_left_before_it_was_there_ends_after_what_was_said() -> None:
+    """A caller would wait for ever where nobody is on the other side any more."""
+    inner, outer = _Side(lambda: outer.close()), _Side(lambda: None)
+    inner.other, outer.other = outer, inner
+    ours, theirs = Transport(), Transport()
+    inner.connection_made(ours)
+    inner.data_received(b"GOAWAY")
+    inner.connection_lost(None)
+    outer.connection_made(theirs)
+    assert (theirs.written, theirs.closed) == (b"GOAWAY", True)
