@@ -31,7 +31,7 @@ NODES ?= 1
 SAMPLE ?= 60
 NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos peer-faults soak siege long-life mutants lint image-check dist deb docs site screenshots bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-all test-fast test-long azurite test-sample test-next test-next-fast chaos peer-faults soak siege long-life mutants lint image-check dist deb docs site screenshots bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -97,10 +97,17 @@ test-all: venv
 test-fast: venv ## no real vLLM, no long tests
 	$(BIN)/python -m pytest -q -m "not long and not e2e"
 
-test-long: venv test-next ## what takes longer than `make test` may
+test-long: venv azurite test-next ## what takes longer than `make test` may
 	$(AT_MOST) 120m $(PYTEST) -m long -n 3 --dist worksteal $(PRELOAD_VLLM) $(WATCHED_LONG) \
 	  $(FOUR_AT_ONCE) $(TWO_AT_ONCE)
 	$(AT_MOST) 180m $(PYTEST) -m long $(WATCHED_LONG) $(ENGINES)
+
+# The only server of Azure's protocol for tests. Its tests are skipped where npm is missing.
+azurite: build/azurite/node_modules/.bin/azurite-blob ## the server of tests with Azure
+
+build/azurite/node_modules/.bin/azurite-blob:
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.37.0; \
+	else echo "npm is missing: tests with Azure are skipped"; fi
 
 # Which ones, says the seed. On a slow machine the last of them do not begin.
 test-sample: venv ## some of the long tests, drawn: make test-sample SEED=
