@@ -29,11 +29,17 @@ EVERYTHING = (
     "--set-json", 'affinity.podAffinity.requiredDuringSchedulingIgnoredDuringExecution=[{"topologyKey":"zone"}]',
     "--set-json", 'extraConfig="[policy]\\npin_share = 0.1\\n"',
 )  # fmt: skip
+PEERS = (
+    "--set", "peers.enabled=true,peers.secret=kvdepot-tls,peers.max=3,peers.workers=2",
+    "--set-json", 'peers.allow=["URI:spiffe://cluster/kvdepot"]',
+)  # fmt: skip
 NOTHING = (
     "--set", "hold.enabled=false,service.enabled=false,networkPolicy.enabled=false,disk.enabled=false",
     "--set", "nodeSelector=null,tolerations=null",
 )  # fmt: skip
-VARIANTS = pytest.mark.parametrize("values", [(), EVERYTHING, NOTHING], ids=["default", "everything", "nothing"])
+VARIANTS = pytest.mark.parametrize(
+    "values", [(), EVERYTHING, NOTHING, PEERS], ids=["default", "everything", "nothing", "peers"]
+)
 
 
 def only(documents: list[dict[str, Any]], kind: str, name: str = "kvdepot") -> dict[str, Any]:
@@ -87,7 +93,9 @@ def test_the_daemon_accepts_its_configuration(values: tuple[str, ...], tmp_path:
     (container,) = pod(documents)["spec"]["containers"]
     assert parse_size_bytes(container["resources"]["limits"]["memory"] + "B") > checked.capacity_bytes
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {tier.path for tier in checked.tables.tier} <= mounted
+    assert {tier.path for tier in checked.tables.tier if tier.kind == "disk"} <= mounted
+    tls = checked.tables.tls
+    assert {str(Path(file).parent) for file in (tls.cert, tls.key, tls.client_ca) if file} <= mounted
     assert (checked.tables.policy.pin_share == 0.1) is (values == EVERYTHING)
 
 
@@ -126,6 +134,28 @@ def test_who_reads_metrics_finds_the_daemon_s_pods_and_nobody_else_reaches_them(
     assert rule["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
 
+def test_peers_find_each_other_by_a_name_and_are_the_only_ones_that_reach_their_port() -> None:
+    documents = rendered(CHART, *PEERS)
+    labels = pod(documents)["metadata"]["labels"].items()
+    (container,) = pod(documents)["spec"]["containers"]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    (tier,) = (one for one in toml(documents)["tier"] if one["kind"] == "peer")
+    service = only(documents, "Service", "kvdepot-peers")["spec"]
+    assert tier["url"] == f"dns://kvdepot-peers.llm.svc:{service['ports'][0]['port']}"
+    assert (tier["peers_max"], tier["io_workers"]) == (3, 2)
+    assert toml(documents)["tls"]["allow_peers"] == ["URI:spiffe://cluster/kvdepot"]
+    assert service["clusterIP"] == "None" and service["selector"].items() <= labels
+    assert service["ports"][0]["targetPort"] == "peers" and ports["peers"] == service["ports"][0]["port"]
+    assert toml(documents)["daemon"]["listen_peers"] == f"tcp://0.0.0.0:{ports['peers']}"
+    (rule,) = (one for one in only(documents, "NetworkPolicy")["spec"]["ingress"] if one["ports"][0]["port"] == "peers")
+    (whom,) = rule["from"]
+    assert whom.keys() == {"podSelector"} and whom["podSelector"]["matchLabels"].items() <= labels
+    (volume,) = (one for one in pod(documents)["spec"]["volumes"] if one["name"] == "tls")
+    assert volume["secret"] == {"secretName": "kvdepot-tls", "defaultMode": 0o440}
+    assert pod(documents)["spec"]["securityContext"]["fsGroup"] == 10001, "otherwise the daemon cannot read its key"
+    assert "peers" not in json.dumps(rendered(CHART))
+
+
 def test_without_scrapers_nobody_reaches_the_metrics() -> None:
     policy = only(rendered(CHART, "--set-json", "networkPolicy.scrapers=[]"), "NetworkPolicy")["spec"]
     assert policy["policyTypes"] == ["Ingress"] and "ingress" not in policy
@@ -137,6 +167,8 @@ def test_without_scrapers_nobody_reaches_the_metrics() -> None:
         ("ram.capacty=1GiB", "capacty"), ("ram.capacity=much", "capacity"), ("ram.hostPath=/srv/arena", "hostPath"),
         ("image.pullPolicy=Sometimes", "pullPolicy"), ("podMonitor.interval=15", "interval"),
         ("resources.limits.memory=null", "limits"), ("hold=true", "hold"), ("disk.capacity=null", "disk.capacity"),
+        ("peers.enabled=true", "secret"), ("peers.enabled=true,peers.secret=tls", "allow"),
+        ("peers.max=33", "max"), ("peers.allow={kvdepot}", "allow"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_name(value: str, said: str) -> None:

@@ -40,6 +40,10 @@ securityContext:
   runAsNonRoot: true
   runAsUser: 10001
   runAsGroup: 10001
+  {{- if .Values.peers.enabled }}
+  # Of the secret: its files are root's.
+  fsGroup: 10001
+  {{- end }}
   seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
