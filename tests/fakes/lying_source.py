@@ -16,15 +16,33 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from kvdepot.core.objectfile import payload_sum
+from kvdepot.server.io.chunk_words import words_of_names
 from kvdepot.server.io.framing import HEAD
 from kvdepot.server.io.jobs import ABSENT
-from kvdepot.server.io.peer_wire import ALPN, FROM_READER, TO_READER, Exact, Leased, Locate, Located, Pull, Question
+from kvdepot.server.io.peer_summary import summary_of
+from kvdepot.server.io.peer_wire import (
+    ALPN,
+    FROM_READER,
+    TO_READER,
+    Exact,
+    Leased,
+    Locate,
+    Located,
+    Pull,
+    Question,
+    Refusal,
+    Refused,
+    Summarize,
+    Summary,
+    Unchanged,
+)
 
 from tests.fakes.listener import Listener
 from tests.rigs.certificates import Files
 from tests.rigs.patience import patient
 
 _LOCATED: Final = 0
+_SUMMARY: Final = 5
 _DRIP_SECONDS: Final = 0.01
 Sent = Iterator[bytes]
 """What is sent, piece by piece. At its end the connection is closed."""
@@ -132,8 +150,75 @@ OF_LOOKUPS: Final[dict[str, Callable[[Any, Any], Sent]]] = {
 }  # fmt: skip
 
 
+def _all_of_them(self: LyingSource, _: object) -> Sent:
+    yield TO_READER.pack(Summary(self.arena_id, 1, 5, 1, b"\xff" * 4096))
+
+
+def _random_bits(self: LyingSource, _: object) -> Sent:
+    yield TO_READER.pack(Summary(self.arena_id, 1, 1 << 60, 16, os.urandom(4096)))
+
+
+def _no_hashes(self: LyingSource, _: object) -> Sent:
+    body = struct.pack("<QQQQI", self.arena_id, 1, 5, 0, 4096) + bytes(4096)
+    yield HEAD.pack(len(body), _SUMMARY, 0) + body
+
+
+def _no_bits(self: LyingSource, _: object) -> Sent:
+    body = struct.pack("<QQQQI", self.arena_id, 1, 5, 1, 0)
+    yield HEAD.pack(len(body), _SUMMARY, 0) + body
+
+
+def _endless_bits(self: LyingSource, _: object) -> Sent:
+    body = struct.pack("<QQQQI", self.arena_id, 1, 5, 1, 0xFFFF_FFFF)
+    yield HEAD.pack(len(body), _SUMMARY, 0) + body
+
+
+def _unchanged(self: LyingSource, _: object) -> Sent:
+    yield TO_READER.pack(Unchanged(self.arena_id))
+
+
+def _located_for_a_summary(*_: object) -> Sent:
+    yield TO_READER.pack(Located((5,)))
+
+
+def _not_allowed(*_: object) -> Sent:
+    yield TO_READER.pack(Refused(Refusal.NOT_ALLOWED))
+
+
+def _stalled_summary(self: LyingSource, _: object) -> Sent:
+    yield TO_READER.pack(Summary(self.arena_id, 1, 5, 1, bytes(4096)))[:-1]
+    self.closed.wait()
+
+
+def _dripped_summary(self: LyingSource, _: object) -> Sent:
+    for byte in TO_READER.pack(Summary(self.arena_id, 1, 5, 1, bytes(1 << 16))):
+        yield bytes([byte])
+        if self.closed.wait(patient(_DRIP_SECONDS)):
+            return
+
+
+def _unknown_question(*_: object) -> Sent:
+    """Do as a source of before: it reads a frame of a type that it does not know."""
+    yield b""
+    raise ConnectionAbortedError
+
+
+REFUSED_SUMMARIES: Final[dict[str, Callable[[Any, Any], Sent]]] = {
+    "all of them": _all_of_them, "no hashes": _no_hashes, "no bits": _no_bits, "endless bits": _endless_bits,
+    "unchanged": _unchanged, "located": _located_for_a_summary, "random": _random, "too long": _too_long_a_frame,
+}  # fmt: skip
+FAILED_SUMMARIES: Final[dict[str, Callable[[Any, Any], Sent]]] = {
+    "not allowed": _not_allowed, "unknown question": _unknown_question, "stalled summary": _stalled_summary,
+    "dripped summary": _dripped_summary,
+}  # fmt: skip
+TAKEN_SUMMARIES: Final[dict[str, Callable[[Any, Any], Sent]]] = {"random bits": _random_bits}
+
+
 class LyingSource(Listener):
-    """Has the objects of `keys`, with the bytes of `payload_of`. `pulls` and `lookups`: its lies; None: it has none."""
+    """Has the objects of `keys`, with the bytes of `payload_of`.
+
+    `pulls`, `lookups` and `summaries`: its lies; None: it has none.
+    """
 
     def __init__(self, files: Files, ca: Path, payload_of: Callable[[bytes], bytes]) -> None:
         super().__init__()
@@ -146,6 +231,11 @@ class LyingSource(Listener):
         self.keys: set[bytes] = set()
         self.pulls: Callable[[Any, Any], Sent] | None = None
         self.lookups: Callable[[Any, Any], Sent] | None = None
+        self.summaries: Callable[[Any, Any], Sent] | None = None
+        self.namespace = bytes(16)
+        """Of the objects in its summary."""
+        self.arena_id = self.port
+        self.summarized = 0
         self.lied = 0
         self.readers: list[str] = []
         """Serial number of the certificate of each connection."""
@@ -173,9 +263,18 @@ class LyingSource(Listener):
                 self.lied += 1
                 return self.pulls(self, payload)
             return iter((_leased(payload), payload))
+        if isinstance(question, Summarize):
+            self.summarized += 1
+            return self._summarize(question) if self.summaries is None else self.summaries(self, question)
         assert isinstance(question, Locate), "nothing else is asked over the stream"
         if self.lookups is not None and question.wanted:  # a probe asks for nothing
             self.lied += 1
             return self.lookups(self, len(question.wanted))
         lengths = [len(self._payload_of(one.key)) if one.key in self.keys else ABSENT for one in question.wanted]
         return iter((TO_READER.pack(Located(tuple(lengths))),))
+
+    def _summarize(self, question: Summarize) -> Sent:
+        words = words_of_names([(self.namespace, key) for key in sorted(self.keys)])
+        summary = summary_of([words.tobytes()], self.arena_id)
+        unchanged = summary.version == question.version
+        yield TO_READER.pack(Unchanged(self.arena_id) if unchanged else summary)

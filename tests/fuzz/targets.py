@@ -29,7 +29,7 @@ from kvdepot.proto import codec, codec_data
 from kvdepot.proto.methods import BY_CALL
 from kvdepot.proto.v1 import data_pb2 as data_pb
 from kvdepot.server.config import config
-from kvdepot.server.io import checksum_wire, jobs, peer_wire, stream_wire
+from kvdepot.server.io import checksum_wire, jobs, peer_wire, scout_wire, stream_wire
 from kvdepot.server.io.codecs import decode
 from kvdepot.server.io.framing import FrameError, Framing
 from kvdepot.server.io.lent_extents import LentExtents
@@ -53,7 +53,7 @@ _FRAMINGS: tuple[Framing[Any], ...] = (
     jobs.JOBS, jobs.ANSWERS, checksum_wire.JOBS, checksum_wire.ANSWERS, messages.REQUESTS, messages.MESSAGES,
     links.TO_COORDINATOR, links.FROM_COORDINATOR, stream_wire.OPENING,
     peer_wire.FROM_READER, peer_wire.TO_READER, peer_wire.TO_DAEMON, peer_wire.FROM_DAEMON,
-    peer_wire.TO_LENDER, peer_wire.FROM_LENDER,
+    peer_wire.TO_LENDER, peer_wire.FROM_LENDER, scout_wire.TO_SCOUT, scout_wire.FROM_SCOUT,
 )  # fmt: skip
 _MAGIC_AND_VERSION = struct.pack("<8sII", b"KVDOBJCT", 1, 1)
 _METHODS = tuple(BY_CALL.values())

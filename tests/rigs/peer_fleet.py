@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +16,7 @@ from kvdepot.core.report import TierStatus
 
 from tests.rigs import ports
 from tests.rigs.certificates import Authority, Files
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
@@ -128,6 +132,19 @@ def served_again(engine: RawEngine, keys: list[bytes]) -> list[bytes]:
 
     wait_until(served, "it is served again")
     return loaded
+
+
+@contextmanager
+def stopped(daemon: DaemonProcess) -> Iterator[None]:
+    """Stop a daemon and its child processes for a while."""
+    pids = [daemon.pid, *children(daemon.pid)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def payloads(keys: list[bytes]) -> list[bytes]:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 
 import pytest
 from kvdepot.core.misses import MissReason
 
-from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
-from tests.rigs.peer_fleet import Fleet, payloads, port_of, stored
+from tests.rigs.peer_fleet import Fleet, payloads, port_of, stopped, stored
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, status_of
 
 REMEMBERED = '[policy]\nnegative_ttl = "1h"\n'
 """So long a daemon does not ask again for what was absent."""
-
-
-@contextmanager
-def stopped(daemon: DaemonProcess) -> Iterator[None]:
-    """Stop a daemon and its child processes for a while."""
-    pids = [daemon.pid, *children(daemon.pid)]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 def arena_of(daemon: DaemonProcess) -> int:

@@ -2,73 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.io.peer_wire import TO_READER, Refusal, Refused
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.storage.shared_layout import object_file
-from kvdepot.server.tiers.conformance_harness import name_of, payload_of
+from kvdepot.server.tiers.conformance_harness import payload_of
 from kvdepot.server.tiers.peer.group import PeerGroup
-from kvdepot.server.tiers.peer.places import PlacesFile
 
 from tests.fakes.lying_source import OF_PULLS, LyingSource
-from tests.rigs.certificates import Authority
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.peer_fleet import PEER, Fleet, located, payloads, port_of, stored, tier_of
 from tests.rigs.peer_live import PeerLive
+from tests.rigs.peer_sources import NAMES, Sources, found, readable, with_sources
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, status_of
-
-NAMES = [name_of(number) for number in range(1, 5)]
-
-
-class Sources:
-    """Two sources, and the file that lists peers."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder = folder
-        authority = Authority(folder)
-        files = authority.issue("peer", PEER)
-        payload = {name.key: payload_of(name) for name in NAMES}
-        self.each = [stack.enter_context(LyingSource(files, authority.pem, payload.__getitem__)) for _ in range(2)]
-        self.file = folder / "peers"
-        self.list(*self.each)
-
-    def list(self, *sources: LyingSource) -> None:
-        self.file.write_text("".join(f"127.0.0.1:{source.port}\n" for source in sources))
-
-
-def with_sources(folder: Path, test: Callable[[Sources, PeerLive], Awaitable[None]], **more: Any) -> None:
-    async def run(sources: Sources) -> None:
-        live = PeerLive(folder, places=PlacesFile(sources.file), peers_max=4, find_seconds=0.05, **more)
-        try:
-            await test(sources, live)
-        finally:
-            await live.close()
-
-    with ExitStack() as stack:
-        asyncio.run(run(Sources(folder, stack)))
-
-
-async def found(live: PeerLive, *names: ObjectName) -> dict[ObjectName, int]:
-    """Look up until all are found: what was absent a moment ago is not asked for again at once."""
-    handles: dict[ObjectName, int] = {}
-    while set(handles) != set(names):
-        handles.update(await live.look_up(*(name for name in names if name not in handles)))
-    return handles
-
-
-async def readable(live: PeerLive) -> None:
-    await live.until(lambda: live.tier.readable and not live.tier.status().reason, "it serves")
 
 
 @pytest.mark.requirement("T3")

@@ -21,6 +21,10 @@ PEER_RESERVE_BYTES = 16 * MIB
 """What TLS and the names of certificates take of a worker of a peer tier."""
 OWNERS_RESERVE_BYTES = 32 * MIB
 """What a tier of several peers knows of who has what: 65,536 objects with the names of their files."""
+SCOUT_RESERVE_BYTES = 48 * MIB
+"""Private memory of the scout of a tier of several peers, without summaries."""
+SUMMARY_SHARE = 1 << 15
+"""The words of a summary in the process that sends take this part of RAM: 8 bytes for an object of 256 KiB."""
 NIXL_RESERVE_BYTES = 32 * MIB
 """What NIXL takes of a process that uses it: NumPy, its own memory, and the buffers of UCX. Measured: 15 to 24 MiB."""
 PEER_SERVER_RESERVE_BYTES = 32 * MIB

@@ -18,6 +18,8 @@ from kvdepot.server.config.memory_room import (
     OWNERS_RESERVE_BYTES,
     PEER_RESERVE_BYTES,
     PEER_SERVER_RESERVE_BYTES,
+    SCOUT_RESERVE_BYTES,
+    SUMMARY_SHARE,
 )
 from kvdepot.server.config.peers import Peers
 from kvdepot.server.config.schema import DISK_KIND, PEER_KIND, SHARED_KIND, Tables, TierTable
@@ -30,6 +32,7 @@ from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.layout import DiskLayout
 from kvdepot.server.tiers.object.config import ObjectConfig
 from kvdepot.server.tiers.peer.config import PeerConfig
+from kvdepot.server.tiers.peer.scout import summaries_bytes
 from kvdepot.server.tiers.shared.config import SharedConfig
 
 
@@ -120,6 +123,7 @@ def check_capacity(tables: Tables, tier: TierTable) -> None:
 def tiers_reserve_bytes(tables: Tables, capacity_bytes: int) -> int:
     """Return the memory of tiers below RAM: their processes, and their entries in the index."""
     source_bytes = PEER_SERVER_RESERVE_BYTES + worker_reserve_bytes(capacity_bytes, codec=False)
+    source_bytes += capacity_bytes // SUMMARY_SHARE
     if tables.daemon.lend_nixl:
         source_bytes += NIXL_RESERVE_BYTES + worker_reserve_bytes(capacity_bytes, codec=False)
     return sum(_reserve_bytes(tables, tier, capacity_bytes) for tier in tables.tier) + (
@@ -133,18 +137,20 @@ def _reserve_bytes(tables: Tables, tier: TierTable, arena_bytes_max: int) -> int
     if tier.kind != DISK_KIND:
         handles_bytes = shared_config(tables, tier).handles_max * (HANDLE_RESERVE_BYTES + FILE_RESERVE_BYTES)
         if tier.kind == PEER_KIND:
-            return _peers_bytes(tier, worker_bytes) + handles_bytes
+            return _peers_bytes(tier, worker_bytes, arena_bytes_max) + handles_bytes
         return workers_bytes + (COORDINATOR_RESERVE_BYTES if tier.kind == SHARED_KIND else 0) + handles_bytes
     journal_bytes = worker_reserve_bytes(0, codec=False)
     handles = _disk_layout(tables, tier).handles
     return workers_bytes + journal_bytes + OPENER_RESERVE_BYTES + handles * HANDLE_RESERVE_BYTES
 
 
-def _peers_bytes(tier: TierTable, worker_bytes: int) -> int:
-    """Return the memory of all workers of a peer tier, and of what it knows of several peers."""
+def _peers_bytes(tier: TierTable, worker_bytes: int, arena_bytes_max: int) -> int:
+    """Return the memory of all workers of a peer tier, and of what it and its scout know of several peers."""
     of_worker = worker_bytes + PEER_RESERVE_BYTES + (NIXL_RESERVE_BYTES if tier.lane is Lane.NIXL else 0)
-    owners_bytes = OWNERS_RESERVE_BYTES if tier.peer_places else 0
-    return tier.peers_at_most * tier.io_workers * of_worker + owners_bytes
+    known_bytes = 0
+    if tier.peer_places:
+        known_bytes = OWNERS_RESERVE_BYTES + SCOUT_RESERVE_BYTES + summaries_bytes(arena_bytes_max)
+    return tier.peers_at_most * tier.io_workers * of_worker + known_bytes
 
 
 def _disk_layout(tables: Tables, tier: TierTable) -> DiskLayout:

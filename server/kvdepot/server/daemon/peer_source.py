@@ -91,8 +91,8 @@ class PeerSource:
         self._guard = engine_guard(counters.add)
         self._questions = Paced(QUESTIONS_SHARE, loop)  # of the process that runs now
         self._summaries = PeerSummaries(
-            leases, self._tell, arena_id=arena_id, questions=self._questions, loop=loop, guard=self._guard,
-            every_seconds=gather_seconds,
+            leases, self._tell, unsent=lambda: self._child is not None and self._child.unsent, arena_id=arena_id,
+            questions=self._questions, loop=loop, guard=self._guard, every_seconds=gather_seconds,
         )  # fmt: skip
         self._lease_seconds = lease_seconds
         self._lender: NixlLender | None = None

@@ -20,6 +20,8 @@ GATHER_SECONDS: Final = 30.0
 """At most so often for each tenant. A summary is of some use for longer: most conversations last for minutes."""
 SLICE_ROWS: Final = 1 << 14
 """Rows that are looked at before the loop does something else: they take less than a millisecond."""
+_UNSENT_SECONDS: Final = 0.01
+"""Between two looks whether the process has taken in a slice."""
 _Done = Callable[[Gathered], None]
 
 
@@ -27,10 +29,15 @@ class PeerSummaries:
     """What is sent to one process after another. Everything runs on the loop's thread."""
 
     def __init__(
-        self, leases: PeerLeases, send: Callable[[SummaryWords], None], *, arena_id: int, questions: Paced,
-        loop: asyncio.AbstractEventLoop, guard: Guard, every_seconds: float,
+        self, leases: PeerLeases, send: Callable[[SummaryWords], None], *, unsent: Callable[[], bool], arena_id: int,
+        questions: Paced, loop: asyncio.AbstractEventLoop, guard: Guard, every_seconds: float,
     ) -> None:  # fmt: skip
-        """Gather nothing yet. `questions`: what slices share their part of the loop's time with."""
+        """Gather nothing yet.
+
+        `unsent`: whether the process has not yet taken in all that was sent. `questions`: what slices share their part
+        of the loop's time with.
+        """
+        self._unsent = unsent
         self._leases = leases
         self._send = send
         self._arena_id = arena_id
@@ -75,5 +82,16 @@ class PeerSummaries:
             for done in self._waiting.pop(number):
                 done(Gathered(number, self._arena_id))
         else:
-            following = partial(self._slice, run, number, chunks, stop)
+            self._go_on(run, partial(self._slice, run, number, chunks, stop))
+
+    def _go_on(self, run: int, following: Callable[[], None]) -> None:
+        """Make the following slice in another turn of the loop, when the last one is sent.
+
+        What is kept to be sent is copied again with each part of it, which would hold the loop for longer.
+        """
+        if run != self._run:
+            return
+        if self._unsent():
+            self._loop.call_later(_UNSENT_SECONDS, self._go_on, run, following)
+        else:
             self._loop.call_soon(self._questions.call, following)

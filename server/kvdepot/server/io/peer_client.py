@@ -1,6 +1,6 @@
 """A peer as one thread of a reader's worker has it: one connection, and every failure an OSError (ADR 78).
 
-Only workers import this module. A connection that hangs is ended with its worker.
+Only workers and the scout import this module. A connection that hangs is ended with its worker.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
+import time
+from math import inf
 from typing import Final
 
 from kvdepot.server.io.framing import FrameError
@@ -38,8 +40,13 @@ _AGAIN: Final = 2
 class Peer:
     """A connection to the source, made when it is needed. Raises OSError with EIO, or EACCES where it is refused."""
 
-    def __init__(self, settings: PeerSettings, no_nixl: str = "") -> None:
-        """Build it without a connection. `no_nixl`: why this process cannot read over NIXL, if it is to."""
+    def __init__(self, settings: PeerSettings, no_nixl: str = "", *, answer_seconds: float = inf) -> None:
+        """Build it without a connection. `no_nixl`: why this process cannot read over NIXL, if it is to.
+
+        `answer_seconds`: how long all of an answer may take, if nobody ends this process when it takes too long.
+        """
+        self._answer_seconds = answer_seconds
+        self._until = inf
         self._settings = settings
         self._no_nixl = no_nixl
         wants = settings.lane is Lane.NIXL and not no_nixl
@@ -73,9 +80,10 @@ class Peer:
             used = self._connection is not None
             self.connect()
             assert self._connection is not None
+            self._until = time.monotonic() + self._answer_seconds
             try:
                 self._connection.sendall(frame)
-                found = TO_READER.read(Exact(self._connection.recv_into))
+                found = TO_READER.read(Exact(self._receive))
             except (OSError, FrameError) as error:
                 self.close()
                 if not (left and used and isinstance(error, ConnectionError | ssl.SSLEOFError)):
@@ -87,6 +95,16 @@ class Peer:
             if not (left and used):
                 break
         raise self._failed("it has closed the connection")
+
+    def _receive(self, buffer: memoryview) -> int:
+        """Take what comes of an answer. Raise OSError when it is late."""
+        assert self._connection is not None
+        if self._until < inf:
+            left = self._until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("its answer takes too long")
+            self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
 
     def receive(self, buffer: memoryview) -> None:
         """Fill the buffer with the next bytes of the object. Raise OSError if the source does not send all of them."""

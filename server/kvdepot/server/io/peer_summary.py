@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 import xxhash
 from kvdepot.server.io.peer_wire import SUMMARY_BYTES_MAX, Summary, SummaryWords
 from rbloom import Bloom
@@ -25,21 +25,23 @@ _BITS_MAX: Final = 8 * (SUMMARY_BYTES_MAX - 8)
 """rbloom may take a few more than it is told."""
 _PIECE: Final = 1 << 14
 """Words that are added at once, in 4 ms. Other threads wait as long."""
+_WORD_BYTES: Final = 8
 _K_BYTES: Final = 8
 """`Bloom.save_bytes` begins with the number of hashes."""
 FULL: Final = 0.75
 """A filter with more bits set says nothing: each name seems to be there. 11 million chunks set so many."""
 
 
-def summary_of(words: bytes, arena_id: int) -> Summary:
-    """Return the summary of these words (u64, each once or more often)."""
-    distinct = np.unique(np.frombuffer(words, "<u8"))
-    chunks = len(distinct)
+def summary_of(words: Sequence[bytes], arena_id: int) -> Summary:
+    """Return the summary of these words (u64). A chunk that comes several times counts as several."""
+    chunks = sum(map(len, words)) // _WORD_BYTES
     bits = min(max(chunks, _CHUNKS_MIN) * _BITS_EACH, _BITS_MAX)
     size = min(max(chunks, _CHUNKS_MIN), bits // _BITS_EACH_MIN)
     bloom = Bloom(size, math.exp(-bits / size * math.log(2) ** 2), int)
-    for start in range(0, chunks, _PIECE):
-        bloom.update(distinct[start : start + _PIECE].tolist())
+    for piece in words:
+        numbers = memoryview(piece).cast("Q")
+        for start in range(0, len(numbers), _PIECE):
+            bloom.update(numbers[start : start + _PIECE].tolist())
     saved = bloom.save_bytes()
     hashes = int.from_bytes(saved[:_K_BYTES], "little")
     return Summary(arena_id, xxhash.xxh3_64_intdigest(saved) or 1, chunks, hashes, saved[_K_BYTES:])
@@ -71,7 +73,7 @@ class Summaries:
     def __init__(self) -> None:
         self._making = threading.Lock()
         self._coming: dict[int, list[bytes]] = {}  # words, of which more will come
-        self._come: dict[int, bytes] = {}
+        self._come: dict[int, list[bytes]] = {}
         self._made: dict[int, Summary] = {}
 
     def take(self, words: SummaryWords) -> None:
@@ -80,7 +82,7 @@ class Summaries:
             self._coming[words.tenant] = []
         self._coming[words.tenant].append(words.words)
         if words.last:
-            self._come[words.tenant] = b"".join(self._coming.pop(words.tenant))
+            self._come[words.tenant] = self._coming.pop(words.tenant)
 
     def of(self, tenant: int, arena_id: int) -> Summary:
         """Return the latest summary. Takes 0.4 s for a million chunks, and the threads that want it wait."""

@@ -57,6 +57,11 @@ class ProvenChild:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def unsent(self) -> bool:
+        """Return whether the child has not yet taken in all that it was sent."""
+        return bool(self._unsent)
+
     def send(self, frame: bytes) -> None:
         """Send a frame without blocking. What the socket does not take is kept and sent later."""
         self._unsent += frame

@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from kvdepot.core.report import PeerStatus, ReaderStatus
 from kvdepot.server.io.peer_wire import Lane, Refusal, Sent
+from kvdepot.server.io.scout_wire import Asked
 from kvdepot.server.observe.metric_family import PEER, Family, counter, tier_counter
 from kvdepot.server.storage.base import IoOutcome
 
@@ -61,6 +62,13 @@ PEERS: Final = (
         "Bytes of objects that were loaded from peers and verified, by what they came over.",
         "lane",
         Lane,
+        kinds=(PEER,),
+    ),
+    tier_counter(
+        "peer_summaries",
+        "Questions to peers of a long list for a summary of what they have, by outcome.",
+        "outcome",
+        Asked,
         kinds=(PEER,),
     ),
     counter(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.config import Config, check
-from kvdepot.server.config.memory_room import PEER_RESERVE_BYTES
+from kvdepot.server.config.memory_room import PEER_RESERVE_BYTES, SCOUT_RESERVE_BYTES
 from kvdepot.server.config.peers import Peers
 from kvdepot.server.config.tier_settings import peer_config
 from kvdepot.server.io import nixl_agent
@@ -111,7 +111,7 @@ def test_several_peers_are_told_by_a_name_or_a_file_and_take_memory_each(url: st
     assert (peer.places, peer.peers_max) == (places, 2)
     more = checked(tier=[TIER | {"url": url, "peers_max": 5}])
     one = checked(tier=[TIER])
-    assert one.arena_bytes > config.arena_bytes > more.arena_bytes
+    assert one.arena_bytes - SCOUT_RESERVE_BYTES > config.arena_bytes > more.arena_bytes
     assert config.arena_bytes - more.arena_bytes >= 3 * 2 * PEER_RESERVE_BYTES
 
 

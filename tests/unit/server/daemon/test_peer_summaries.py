@@ -44,12 +44,12 @@ class World:
         self.chunks = Chunks()
         self.sent: list[SummaryWords] = []
         self.gathered: list[Gathered] = []
-        self.turns = 0
+        self.unsent = False
         guard = Guard(lambda _: None, logging.getLogger("tests.summaries"))
         leases: Any = self.chunks
         self.summaries = PeerSummaries(
-            leases, self.sent.append, arena_id=ARENA, questions=Paced(0.2, loop), loop=loop, guard=guard,
-            every_seconds=every_seconds,
+            leases, self.sent.append, unsent=lambda: self.unsent, arena_id=ARENA, questions=Paced(0.2, loop),
+            loop=loop, guard=guard, every_seconds=every_seconds,
         )  # fmt: skip
 
     def ask(self, tenant: str | None = None) -> bool:
@@ -75,6 +75,19 @@ def test_the_loop_does_other_things_between_slices() -> None:
         words = np.frombuffer(b"".join(one.words for one in world.sent), "<u8")
         assert words.tolist() == list(range(Chunks.row_count))
         assert world.gathered == [Gathered(0, ARENA)]
+
+    in_loop(test)
+
+
+def test_the_next_slice_waits_until_the_last_one_is_sent() -> None:
+    async def test() -> None:
+        world = World()
+        world.unsent = True
+        world.ask()
+        await asyncio.sleep(0.05)
+        assert len(world.sent) == 1
+        world.unsent = False
+        await until(lambda: world.gathered, "it continues")
 
     in_loop(test)
 

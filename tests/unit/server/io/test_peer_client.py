@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kvdepot.server.io.peer_client import Peer
-from kvdepot.server.io.peer_wire import Locate, Located, PeerSettings
+from kvdepot.server.io.peer_wire import Locate, Located, PeerSettings, Summarize
 
-from tests.fakes.lying_source import LyingSource
+from tests.fakes.lying_source import FAILED_SUMMARIES, LyingSource
 from tests.rigs import ports
 from tests.rigs.certificates import Authority
 from tests.rigs.patience import patient
@@ -118,3 +119,13 @@ def test_a_renewal_that_is_half_done_costs_no_connection_and_one_that_is_done_is
     assert connect() != first
     files[1].unlink()
     assert connect() != first
+
+
+@pytest.mark.requirement("N3")
+@pytest.mark.parametrize("lie", ["dripped summary", "stalled summary"])
+def test_an_answer_that_takes_too_long_as_a_whole_is_none(peer: Peer, source: LyingSource, lie: str) -> None:
+    source.summaries = FAILED_SUMMARIES[lie]
+    peer = Peer(replace(peer._settings, host="127.0.0.1"), answer_seconds=0.3)
+    with pytest.raises(OSError, match=r"timed out|takes too long"):
+        peer.ask(Summarize(0))
+    peer.close()

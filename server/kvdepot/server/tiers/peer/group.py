@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -36,6 +36,7 @@ LATE_SECONDS: Final = 0.05
 OWNERS_MAX: Final = 65_536
 """Objects of which it is known who has them, the latest ones. For others each peer is asked in turn."""
 _NOBODY: Final = "no peer was found"
+_NO_CHOICE: Final[Mapping[Place, str]] = {}
 
 
 class Member:
@@ -65,8 +66,10 @@ class PeerGroup:
     def __init__(
         self, make: Callable[[Place], SourceWorkers], *, name: str, arena_id: int,
         loop: asyncio.AbstractEventLoop, log: logging.Logger, guard: Guard,
+        asked: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """Build a group of nobody. `make` returns workers without processes."""
+        """Build a group of nobody. `make` returns workers without processes. `asked` gets the files of each lookup."""
+        self._asked = guard.safe("noting a lookup", asked)
         self._guard = guard
         self.breaker = Breaker(failures_max=1, probe_every_seconds=1.0, clock=loop.time)
         self._make = make
@@ -126,8 +129,15 @@ class PeerGroup:
 
     # Who is in the group
 
-    def use(self, places: Iterable[Place]) -> bool:
-        """Have these peers from now on. Return whether one of them is new. What others read is finished."""
+    def busy(self, place: Place) -> bool:
+        """Return whether objects are being read from this peer."""
+        return place in self._members and self._members[place].figures.reading > 0
+
+    def use(self, places: Iterable[Place], why: Mapping[Place, str] = _NO_CHOICE) -> bool:
+        """Have these peers from now on. Return whether one of them is new. What others read is finished.
+
+        `why`: they were chosen, for the log.
+        """
         wanted = set(places)
         if self._closed or wanted == set(self._members):
             return False
@@ -138,7 +148,8 @@ class PeerGroup:
             member = self._members[place] = Member(place, self._make(place))
             if self._token is not None:
                 member.workers.renew(self._token)
-        self._log.info("tier %s: peers: %s", self._name, ", ".join(map(str, self._members.values())) or "none")
+        shown = (f"{one} ({why[one.place]})" if one.place in why else str(one) for one in self._members.values())
+        self._log.info("tier %s: peers: %s", self._name, ", ".join(shown) or "none")
         return bool(new)
 
     def _leave(self, member: Member) -> None:
@@ -171,11 +182,13 @@ class PeerGroup:
             self.heard(member, answer)
 
     def _ask_all(self, job: Job, priority: Priority, done: Callable[[Answer], None]) -> None:
+        files = job.files if isinstance(job, StatFiles) else ()
+        if files:
+            self._asked(files)
         members = [member for member in self._members.values() if member.usable]
         if not members:
             self._loop.call_soon(done, Answer(IoOutcome.CANCELLED, self.why_unusable))
             return
-        files = job.files if isinstance(job, StatFiles) else ()
         asking = _Asking(self, members, files, self._loop, done)
         for member in members:
             member.workers.submit(job, priority=priority, done=asking.of(member))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -59,13 +59,9 @@ class PlacesFile:
         return tuple(sorted(found))
 
 
-def chosen(places: Iterable[Place], arena_id: int, most: int) -> tuple[Place, ...]:
-    """Return at most so many places, by rendezvous hashing: each daemon has others, and keeps them while they exist."""
-
-    def rank(place: Place) -> bytes:
-        return blake2b(f"{arena_id:016x} {place[0]} {place[1]}".encode(), digest_size=8).digest()
-
-    return tuple(sorted(sorted(places, key=rank)[:most]))
+def order_of(place: Place, arena_id: int) -> bytes:
+    """Return what orders places for a daemon, by rendezvous hashing: each daemon has another order, and keeps it."""
+    return blake2b(f"{arena_id:016x} {place[0]} {place[1]}".encode(), digest_size=8).digest()
 
 
 class Finder:

@@ -1,6 +1,6 @@
 """A peer tier: a shared tier whose files are the objects in the RAM of another daemon (ADR 78). It is only read.
 
-It may have several peers, which come and go (ADR 84).
+It may have several peers, which come and go (ADR 84), and are chosen by what they have (ADR 85).
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from typing import Final
 
 from kvdepot.core.report import TierStatus
 from kvdepot.server.io.jobs import Probe
+from kvdepot.server.io.scout_wire import Ranked
 from kvdepot.server.platform.addresses import TCP, url_address
-from kvdepot.server.platform.guard import tier_guard
+from kvdepot.server.platform.guard import Guard, tier_guard
 from kvdepot.server.storage.base import IoOutcome, ObjectName, Stored, TierListener, TierTraits
 from kvdepot.server.storage.shared_layout import PROBE, object_file
+from kvdepot.server.tiers.peer.choice import Choice
 from kvdepot.server.tiers.peer.config import PeerConfig
 from kvdepot.server.tiers.peer.group import PeerGroup
-from kvdepot.server.tiers.peer.places import Finder, Place, chosen
+from kvdepot.server.tiers.peer.places import Finder, Place, order_of
+from kvdepot.server.tiers.peer.scout import Scout, summaries_bytes
+from kvdepot.server.tiers.peer.seats import Seats
 from kvdepot.server.tiers.peer.source import SourceWorkers
 from kvdepot.server.tiers.pools import TierContext
 from kvdepot.server.tiers.shared.prober import Prober
@@ -40,15 +44,18 @@ class PeerTier(SharedTier):
         self._context = context
         self._peer = config.peer
         self._finder: Finder | None = None
+        self._seats: Seats | None = None
         self._troubled_finding = ""
         self._workers: SourceWorkers | PeerGroup
         if config.places is None:
             self._workers = self._made((config.peer.host, config.peer.port))
         else:
+            guard = tier_guard(config.name, context.count, context.log, context.loop.time)
             self._workers = PeerGroup(
                 self._made, name=config.name, arena_id=context.arena_id, loop=context.loop, log=context.log,
-                guard=tier_guard(config.name, context.count, context.log, context.loop.time),
+                guard=guard, asked=self._asked,
             )  # fmt: skip
+            self._seats = self._made_seats(self._workers, guard)
         self._prober = Prober(
             self._workers, node=f"{context.arena_id:016x}-{config.name}", loop=context.loop,
             retry_seconds=config.probe_seconds,
@@ -56,9 +63,8 @@ class PeerTier(SharedTier):
         super().__init__(config, data=self._workers, coordinator=self._prober, log=context.log, count=context.count)
         self.traits = TierTraits(shared=True, read_only=True)
         if config.places is not None:
-            find, most = config.places.find, config.peers_max
             self._finder = Finder(
-                lambda: chosen(find(), context.arena_id, most), context.loop, every_seconds=config.find_seconds,
+                config.places.find, context.loop, every_seconds=config.find_seconds,
                 found=self._guard.safe("taking peers", self._found_places),
                 failed=self._guard.safe("telling that none was found", self._found_no_places),
             )  # fmt: skip
@@ -72,6 +78,35 @@ class PeerTier(SharedTier):
         pool = self._context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, peer=peer.pack())
         return SourceWorkers(pool, peer, place=str(config.path), log=self._context.log, count=self._context.count)
 
+    def _made_seats(self, group: PeerGroup, guard: Guard) -> Seats:
+        config, context = self._peer_config, self._context
+        choice = Choice(
+            config.peers_max, order=lambda place: order_of(place, context.arena_id), busy=group.busy,
+            clock=context.loop.time, exchange_seconds=config.exchange_seconds,
+        )  # fmt: skip
+
+        ram_bytes = sum(length for _, length in context.data)
+
+        def made_scout(ranked: Callable[[Ranked], None]) -> Scout:
+            return Scout(
+                self._peer, name=config.name, arena_id=context.arena_id, seats=config.peers_max,
+                every_seconds=config.summary_seconds, bytes_max=summaries_bytes(ram_bytes), loop=context.loop,
+                log=context.log, count=context.count, ranked=ranked,
+            )  # fmt: skip
+
+        return Seats(
+            choice, group, made_scout, most=config.peers_max, loop=context.loop, joined=self._peer_joined, guard=guard
+        )
+
+    def _asked(self, files: Sequence[str]) -> None:
+        assert self._seats is not None
+        self._seats.scout.want(files)
+
+    def _peer_joined(self) -> None:
+        """Ask again for what nobody had: another peer may have it."""
+        self._directory.absent.forget_absent()
+        self._prober.hurry()
+
     def start(self, listener: TierListener) -> None:
         if self._finder is None:
             super().start(listener)
@@ -82,6 +117,8 @@ class PeerTier(SharedTier):
     async def close(self) -> None:
         if self._finder is not None:
             self._finder.close()
+        if self._seats is not None:
+            self._seats.close()
         await super().close()
 
     def reads_from(self, source_id: int) -> bool:
@@ -106,12 +143,10 @@ class PeerTier(SharedTier):
         return (*super()._reasons(), self._troubled_finding, others)
 
     def _found_places(self, places: Sequence[Place]) -> None:
-        assert isinstance(self._workers, PeerGroup)
+        assert isinstance(self._workers, PeerGroup) and self._seats is not None
         self._troubled_finding = ""
-        new = self._workers.use(places)
+        self._seats.list(places)
         self._start_once()
-        if new:
-            self._prober.hurry()
         self._workers.probe()
 
     def _found_no_places(self, why: str) -> None:
@@ -142,3 +177,5 @@ class PeerTier(SharedTier):
         self._peer = replace(self._peer, names=names)
         self._directory.absent.clear()
         self._workers.use_names(names)
+        if self._seats is not None:
+            self._seats.scout.use_names(names)

@@ -52,6 +52,10 @@ class AbsentNames:
         self._until.pop(name_key(name), None)
         self._damaged.discard(name_key(name))
 
+    def forget_absent(self) -> None:
+        """Ask again for what was not there. What was damaged is still not asked for."""
+        self._until = OrderedDict((key, until) for key, until in self._until.items() if key in self._damaged)
+
     def clear(self) -> None:
         self._until.clear()
         self._damaged.clear()

@@ -1,4 +1,4 @@
-"""Where peers are: lines of a file, addresses of a name, and which of them a daemon takes (ADR 84)."""
+"""Where peers are: lines of a file, addresses of a name (ADR 84)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 import os
 import socket
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvdepot.server.tiers.peer.places import FILE_BYTES_MAX, DnsName, Finder, Place, PlacesFile, chosen
+from kvdepot.server.tiers.peer.places import FILE_BYTES_MAX, DnsName, Finder, Place, PlacesFile
 
 from tests.rigs.patience import until, wait_until
 
@@ -59,21 +58,6 @@ def test_each_address_of_a_name_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_resolver_of_this_host_is_asked() -> None:
     assert ("127.0.0.1", 7448) in DnsName("localhost", 7448).find()
-
-
-def test_each_daemon_takes_its_own_few_of_many_peers() -> None:
-    uses = Counter(place for arena_id in range(64) for place in chosen(NODES, arena_id, 4))
-    assert uses.total() == 64 * 4
-    assert len(uses) == len(NODES) and max(uses.values()) <= 20, "nobody is asked by all"
-    assert chosen(NODES[:3], 5, 4) == tuple(NODES[:3])
-
-
-def test_a_peer_that_goes_or_comes_changes_one_choice_at_most() -> None:
-    for arena_id in range(16):
-        before = set(chosen(NODES, arena_id, 4))
-        without = set(chosen([place for place in NODES if place != min(before)], arena_id, 4))
-        assert without >= before - {min(before)} and len(without) == 4
-        assert len(set(chosen([*NODES, ("10.0.1.1", 7448)], arena_id, 4)) - before) <= 1
 
 
 class Where:

@@ -112,6 +112,15 @@ def test_the_memory_for_absent_names_is_bounded(monkeypatch: pytest.MonkeyPatch)
     assert not names.damaged(name_of(98)) and names._damaged < set(names._until)
 
 
+def test_what_was_absent_can_be_asked_for_again_and_what_was_damaged_cannot() -> None:
+    names = AbsentNames(3600.0, lambda: 5.0)
+    names.add(name_of(1))
+    names.add(name_of(2), damaged=True)
+    names.forget_absent()
+    assert name_of(1) not in names
+    assert name_of(2) in names and names.damaged(name_of(2))
+
+
 @pytest.mark.requirement("I4")
 def test_what_is_asked_beyond_the_limit_is_answered_and_not_remembered(
     rig: SharedRig, monkeypatch: pytest.MonkeyPatch

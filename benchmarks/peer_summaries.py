@@ -1,0 +1,193 @@
+"""What summaries of peers cost: the source's loop, the process that sends, and a reader's scout with 100 places.
+
+Source: the extent table has random objects, and the words go to a process that takes them in. `hold_ms` is the longest
+slice, in CPU time, with its frame and what the socket takes of it. Scout: the real process asks 100 places in this one,
+which all send a summary of the largest size. A lookup names 256 chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from kvdepot.core.arena import ArenaLayout, tables_in_memory
+from kvdepot.server.daemon.peer_summaries import PeerSummaries
+from kvdepot.server.depot.loads.peer_leases import PeerChunks
+from kvdepot.server.depot.tree.rows import COMMITTED, SUMMED, Rows
+from kvdepot.server.io.child_stream import ChildStream
+from kvdepot.server.io.jobs import FILES_PER_STAT
+from kvdepot.server.io.peer_summary import summary_of
+from kvdepot.server.io.peer_wire import FROM_DAEMON, TO_READER, Gathered, PeerSettings, SummaryWords
+from kvdepot.server.platform.guard import Guard
+from kvdepot.server.platform.paced import Paced
+from kvdepot.server.storage.shared_layout import object_path
+from kvdepot.server.tiers.peer import scout as scouts
+
+from benchmarks.report import Report, arguments
+from tests.fakes.lying_source import LyingSource
+from tests.rigs.certificates import Authority
+from tests.rigs.patience import until
+from tests.rigs.peer_fleet import PEER
+
+DRAIN: Final = "--drain"
+HOLD_MS_MAX: Final = 5.0
+PLACES: Final = 100
+LOOKUPS: Final = 200
+
+
+def drain(fd: int) -> None:
+    """Take in what comes, as the process that sends does."""
+    connection = socket.socket(fileno=fd)
+    while connection.recv(1 << 18):
+        pass
+
+
+class Leases:
+    """Objects of one namespace, which may all be lent."""
+
+    def __init__(self, objects: int) -> None:
+        self._rows = rows = Rows(tables_in_memory(ArenaLayout.plan(objects * 8192, rows=objects)), run=1)
+        rows.states[:objects], rows.runs[:objects], rows.flags[:objects] = COMMITTED, 1, SUMMED
+        rows.keys.view(np.uint8)[: objects * 16] = np.frombuffer(random.randbytes(objects * 16), np.uint8)
+
+    def chunks(self, tenant: str | None) -> PeerChunks:  # noqa: ARG002
+        return PeerChunks(self._rows, {0: bytes(16)})
+
+
+async def measure_source(report: Report, objects: int) -> bytes:
+    """Gather for a summary, and make it. Return the frame that a reader gets."""
+    loop = asyncio.get_running_loop()
+    stream = ChildStream(loop, lambda _: None)
+    stream.start("benchmarks.peer_summaries", lambda fd: (DRAIN, fd))
+    words: list[bytes] = []
+    gathered: list[Gathered] = []
+    held: list[float] = []
+
+    def send(message: SummaryWords) -> None:
+        words.append(message.words)
+        stream.send(FROM_DAEMON.pack(message))
+
+    guard = Guard(lambda _: None, logging.getLogger("benchmark"))
+    leases: Any = Leases(objects)
+    summaries = PeerSummaries(
+        leases,
+        send,
+        unsent=lambda: stream.unsent,
+        arena_id=1,
+        questions=Paced(0.2, loop),
+        loop=loop,
+        guard=guard,
+        every_seconds=0.0,
+    )
+    gather = summaries._gather  # noqa: SLF001
+
+    def timed(*values: Any) -> None:
+        before = time.thread_time()
+        gather(*values)
+        held.append(time.thread_time() - before)
+
+    summaries._gather = timed  # type: ignore[method-assign, assignment]  # noqa: SLF001
+    for _ in range(5):
+        words.clear()
+        gathered.clear()
+        summaries.ask(None, gathered.append)
+        await until(lambda: gathered, "it is gathered")
+    stream.end()
+    report.figure("hold_ms", 1e3 * max(held), "ms", at_most=HOLD_MS_MAX)
+    report.figure("hold_ms_p50", 1e3 * statistics.median(held), "ms")
+    report.figure("gather_ms", 1e3 * sum(held) / 5, "ms")
+    cpu = time.thread_time()
+    summary = summary_of(words, 1)
+    report.figure("filter_ms", 1e3 * (time.thread_time() - cpu), "ms")
+    frame = TO_READER.pack(summary)
+    report.figure("summary_bytes", len(frame), "bytes")
+    return frame
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _pss_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+async def measure_scout(report: Report, frame: bytes, places: int) -> None:
+    """Have a scout ask that many places, and look up while it does."""
+    loop = asyncio.get_running_loop()
+
+    def summarized(_: Any, __: Any) -> Iterator[bytes]:
+        yield frame
+
+    counts: dict[str, float] = {}
+
+    def count(name: str, amount: float) -> None:
+        counts[name] = counts.get(name, 0.0) + amount
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        authority = Authority(Path(folder))
+        files = authority.issue("peer", PEER)
+        sources = [stack.enter_context(LyingSource(files, authority.pem, lambda _: b"")) for _ in range(places)]
+        for source in sources:
+            source.summaries = summarized
+        scout = scouts.Scout(
+            PeerSettings("", 0, f"{files.cert}", f"{files.key}", f"{authority.pem}", (PEER,), 60.0),
+            name="fleet", arena_id=2, seats=4, every_seconds=600.0, bytes_max=128 << 20, loop=loop,
+            log=logging.getLogger("benchmark"), count=count, ranked=lambda _: None,
+        )  # fmt: skip
+        stack.callback(scout.close)
+        scout.watch([("127.0.0.1", source.port) for source in sources], [])
+        await until(lambda: counts.get("peer_summaries.new") == places, lambda: f"all are known: {counts}")
+        assert scout.pid is not None
+        report.figure("scout_mib", _pss_mib(scout.pid), "MiB")
+        took = []
+        before = _cpu_seconds(scout.pid)
+        for _ in range(LOOKUPS):
+            names = [object_path(bytes(16), os.urandom(16), 1) for _ in range(FILES_PER_STAT)]
+            await until(lambda: not scout._stream.unsent, "the scout has taken in the last one")  # noqa: SLF001
+            cpu = time.thread_time()
+            scout.want(names)
+            took.append(time.thread_time() - cpu)
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.0)
+        report.figure("lookup_us", 1e6 * statistics.median(took), "us")
+        report.figure("scout_cpu_ms", 1e3 * (_cpu_seconds(scout.pid) - before) / LOOKUPS, "ms")
+
+
+def main() -> int:
+    parser = arguments(str(__doc__))
+    parser.add_argument("--objects", type=int, default=1_000_000)
+    parser.add_argument("--places", type=int, default=PLACES)
+    chosen = parser.parse_args()
+    report = Report("peer_summaries")
+    report.note("objects", chosen.objects)
+    report.note("places", chosen.places)
+
+    async def run() -> None:
+        frame = await measure_source(report, chosen.objects)
+        await measure_scout(report, frame, chosen.places)
+
+    asyncio.run(run())
+    report.finish(chosen.json)
+    return bool(report.missed())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [DRAIN]:
+        drain(int(sys.argv[2]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,167 @@
+"""The daemon's end of the scout: what it sends, and what it makes of the answers (ADR 85)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from kvdepot.server.io.peer_wire import PeerSettings
+from kvdepot.server.io.scout_wire import FROM_SCOUT, NAMES_MAX, PLACES_MAX, TO_SCOUT, Asked, At, Ranked, Told, Want
+from kvdepot.server.storage.shared_layout import object_file
+from kvdepot.server.tiers.conformance_harness import name_of
+from kvdepot.server.tiers.peer.scout import Scout, summaries_bytes
+
+from tests.rigs.patience import until
+
+PLACES = [(f"10.0.0.{number}", 7448) for number in range(1, 200)]
+AT = At(*PLACES[0])
+
+
+class Stream:
+    """The process, as the test plays it."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self.unsent = False
+        self.sent: list[Any] = []
+        self.starts = 0
+
+    def start(self, module: str, arguments: Callable[[int], Sequence[object]]) -> None:
+        assert all(isinstance(one, str | int | float) for one in arguments(3))
+        self.starts += 1
+        self.running = True
+
+    def send(self, data: bytes) -> None:
+        self.sent += [message for _, message in TO_SCOUT.take(bytearray(data))]
+
+    def end(self) -> None:
+        self.running = False
+
+
+class World:
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.ranked: list[Ranked] = []
+        self.scout = Scout(
+            PeerSettings("", 0, "c", "k", "a", ("DNS:a",), 6.0), name="fleet", arena_id=7, seats=4, every_seconds=30.0,
+            bytes_max=1 << 20, loop=asyncio.get_running_loop(), log=logging.getLogger("tests.scout"),
+            count=self._count, ranked=self.ranked.append,
+        )  # fmt: skip
+        self.stream = Stream()
+        self.scout._stream = self.stream  # type: ignore[assignment]
+
+    def _count(self, name: str, amount: float) -> None:
+        self.counts[name] += int(amount)
+
+    def says(self, message: Ranked | Told) -> None:
+        frame = FROM_SCOUT.pack(message)
+        self.scout._on_data(frame[:5])
+        self.scout._on_data(frame[5:])
+
+    def dies(self) -> None:
+        self.stream.running = False
+        self.scout._on_data(b"")
+
+
+def in_loop(test: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        world = World()
+        await test(world)
+        world.scout.close()
+
+    asyncio.run(main())
+
+
+def test_it_is_told_of_places_once_and_of_no_more_than_it_asks() -> None:
+    async def test(world: World) -> None:
+        world.scout.want(["x"])
+        assert world.stream.sent == [], "nobody is to be asked"
+        strange = ("x" * 300, 7448)
+        for _ in range(2):
+            world.scout.watch([strange, *PLACES], [PLACES[1], strange, PLACES[-1]])
+        (watch,) = world.stream.sent
+        assert watch.places == tuple(At(*place) for place in PLACES[: PLACES_MAX - 1])
+        assert watch.members == (At(*PLACES[1]),)
+        assert world.stream.starts == 1
+
+    in_loop(test)
+
+
+def test_a_lookup_costs_it_few_names_and_none_while_it_has_still_to_take_in_others() -> None:
+    async def test(world: World) -> None:
+        world.scout.watch(PLACES, [])
+        for count in (1, 63, 64, 65, 250, 256):
+            files = [object_file(name_of(number)) for number in range(count)]
+            world.stream.sent.clear()
+            world.scout.want(files)
+            ((want),) = world.stream.sent
+            assert isinstance(want, Want)
+            names = want.names()
+            assert min(count, NAMES_MAX // 2) <= len(names) <= NAMES_MAX
+            assert names[0] == files[0] and files.index(names[-1]) >= 0.95 * (count - 1), "from all over the prompt"
+        world.stream.sent.clear()
+        world.stream.unsent = True
+        world.scout.want(["x"])
+        assert not world.stream.sent
+
+    in_loop(test)
+
+
+def test_answers_are_counted_and_a_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(world: World) -> None:
+        world.scout.watch(PLACES, [])
+        for asked in (Asked.NEW, Asked.UNCHANGED, Asked.FAILED):
+            world.says(Told(AT, asked, "down"))
+        assert not caplog.records
+        for _ in range(3):
+            world.says(Told(AT, Asked.REFUSED, "full\n\x1b[2J"))
+        (record,) = caplog.records
+        assert record.message == "tier fleet: summary of 10.0.0.1:7448 is refused: full\\n\\x1b[2J"
+        world.says(Told(AT, Asked.NEW))
+        world.says(Told(AT, Asked.REFUSED, "full"))
+        assert len(caplog.records) == 2
+        assert world.counts["peer_summaries.refused"] == 4 and world.counts["peer_summaries.new"] == 2
+        world.says(Ranked((), (AT,)))
+        assert world.ranked == [Ranked((), (AT,))]
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("how", ["dies", "sends garbage"])
+def test_another_one_is_started_and_told_where_to_ask(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(world: World) -> None:
+        world.scout.watch(PLACES[:3], PLACES[:1])
+        before = list(world.stream.sent)
+        if how == "dies":
+            world.dies()
+        else:
+            world.scout._on_data(b"\xff" * 64)
+        assert not world.stream.running
+        await until(lambda: world.stream.starts == 2, "another one is started")
+        assert world.stream.sent == 2 * before
+        assert "the next one starts in" in caplog.text
+
+    in_loop(test)
+
+
+def test_nobody_is_started_again_after_the_end() -> None:
+    async def test(world: World) -> None:
+        world.scout.watch(PLACES[:3], [])
+        world.dies()
+        world.scout.close()
+        await asyncio.sleep(0.3)
+        assert world.stream.starts == 1
+        world.scout.use_names(("DNS:b",))
+        assert world.stream.starts == 1, "nobody is to be asked"
+
+    in_loop(test)
+
+
+def test_summaries_have_a_part_of_ram_with_bounds() -> None:
+    assert summaries_bytes(1 << 30) == 16 << 20
+    assert summaries_bytes(16 << 30) == 64 << 20
+    assert summaries_bytes(1 << 40) == 128 << 20
