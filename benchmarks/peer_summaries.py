@@ -2,7 +2,8 @@
 
 Source: the extent table has random objects, and the words go to a process that takes them in. `hold_ms` is the longest
 slice, in CPU time, with its frame and what the socket takes of it. Scout: the real process asks 100 places in this one,
-which all send a summary of the largest size. A lookup names 256 chunks.
+which all send a summary of the largest size. A lookup names 256 chunks. A move is the time from the first lookup of
+what one place alone has, which is no peer, to its answer; the second one follows at once.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ from kvdepot.server.platform.guard import Guard
 from kvdepot.server.platform.paced import Paced
 from kvdepot.server.storage.shared_layout import object_path
 from kvdepot.server.tiers.peer import scout as scouts
+from kvdepot.server.tiers.peer.places import PlacesFile
 
 from benchmarks.report import Report, arguments
 from tests.fakes.lying_source import LyingSource
 from tests.rigs.certificates import Authority
 from tests.rigs.patience import until
 from tests.rigs.peer_fleet import PEER
+from tests.rigs.peer_live import PeerLive
+from tests.rigs.peer_sources import NAMES, Sources, found
 
 DRAIN: Final = "--drain"
 HOLD_MS_MAX: Final = 5.0
@@ -168,6 +172,29 @@ async def measure_scout(report: Report, frame: bytes, places: int) -> None:
         report.figure("scout_cpu_ms", 1e3 * (_cpu_seconds(scout.pid) - before) / LOOKUPS, "ms")
 
 
+async def measure_moves(report: Report, places: int) -> None:
+    """Look up what only one of many places has, which is no peer, and then what only another one has."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        sources = Sources(Path(folder), stack, places)
+        at_first, then = NAMES[:8], NAMES[8:16]
+        for source in sources.each:
+            source.keys.update(name.key for name in NAMES[16:])
+        live = PeerLive(Path(folder), places=PlacesFile(sources.file), peers_max=4)
+        try:
+            await live.until(lambda: live.tier.readable, "it serves")
+            peers = {one.address for one in live.tier.status().peers}
+            others = [source for source in sources.each if f"127.0.0.1:{source.port}" not in peers]
+            for source, names in zip(others, (at_first, then), strict=False):
+                source.keys.update(name.key for name in names)
+            await until(lambda: live.counts["peer_summaries.new"] >= places, lambda: f"all are known: {live.counts}")
+            for figure, names in (("first_move_s", at_first), ("second_move_s", then)):
+                began = time.monotonic()
+                await found(live, *names)
+                report.figure(figure, time.monotonic() - began, "s")
+        finally:
+            await live.close()
+
+
 def main() -> int:
     parser = arguments(str(__doc__))
     parser.add_argument("--objects", type=int, default=1_000_000)
@@ -180,6 +207,7 @@ def main() -> int:
     async def run() -> None:
         frame = await measure_source(report, chosen.objects)
         await measure_scout(report, frame, chosen.places)
+        await measure_moves(report, chosen.places)
 
     asyncio.run(run())
     report.finish(chosen.json)

@@ -47,3 +47,13 @@ def test_loads_from_a_peer_are_compared_with_a_bare_transfer(tmp_path: Path, lan
     figures = json.loads(there.read_text())
     assert figures[f"{lane}_ratio"] > 0 and figures[f"{lane}_gb_s"] > 0
     assert min(figures[f"{name}_gb_s"] for name in bare) > 0
+
+
+@pytest.mark.long(seconds=20)
+def test_summaries_of_peers_are_measured(tmp_path: Path) -> None:
+    there = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.peer_summaries", "--objects", "20000", "--places", "6"]
+    subprocess.run([*command, "--json", str(there)], check=False, cwd=ROOT, timeout=patient(300), capture_output=True)
+    figures = json.loads(there.read_text())
+    assert figures["summary_bytes"] == pytest.approx(25_000, rel=0.01)
+    assert 0 < figures["hold_ms_p50"] <= figures["hold_ms"] and figures["first_move_s"] > 0
