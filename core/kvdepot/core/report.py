@@ -59,6 +59,7 @@ class PeerStatus:
     failed_objects: Mapping[str, int] = field(default_factory=dict)  # loads without a result, by outcome
     lookups: int = 0  # that it has answered
     lookup_seconds: float = 0.0  # of these, one after the other
+    chosen: Explanation = ""  # why, where the list has more peers than the tier asks
 
 
 @dataclass(frozen=True, slots=True)

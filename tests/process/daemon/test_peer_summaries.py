@@ -42,8 +42,8 @@ def test_a_summary_names_all_that_can_be_lent(tmp_path: Path, monkeypatch: pytes
             assert await summary(peer, found.version) == Unchanged(ARENA_ID)
             assert await summary(peer, found.version ^ 1) == found
             assert await one.pulled(peer) == bytes([FILL]) * OBJECT_BYTES, "the connection goes on"
-            assert one.counters.get("peer_summary_answers.new") == 1, "it is gathered seldom"
-            assert one.counters.get("peer_summary_answers.kept") == 2
+            assert one.counters.get("peer_given_summaries.new") == 1, "it is gathered seldom"
+            assert one.counters.get("peer_given_summaries.kept") == 2
             peer.close()
 
     run(test)
@@ -73,7 +73,7 @@ def test_who_is_no_peer_gets_no_summary(tmp_path: Path) -> None:
             peer = one.peer(files=files)
             assert await summary(peer) == Refused(Refusal.NOT_ALLOWED)
             await one.counted("peer_refused_connections.not_allowed")
-            assert one.counters.get("peer_summary_answers.new") == 0
+            assert one.counters.get("peer_given_summaries.new") == 0
 
     run(test)
 
@@ -89,6 +89,6 @@ def test_the_next_process_that_sends_gets_the_words_anew(tmp_path: Path) -> None
             await until(lambda: one.source.pid is not None, "another one has started")
             peer.close()
             assert await summary(one.peer()) == found
-            assert one.counters.get("peer_summary_answers.new") == 2
+            assert one.counters.get("peer_given_summaries.new") == 2
 
     run(test)

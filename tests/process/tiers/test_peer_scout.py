@@ -273,4 +273,4 @@ def test_a_daemon_loads_from_whichever_daemons_of_a_long_list_have_it(fleet: Fle
     counters = status_of(reader.socket).counters
     assert counters["peer_summaries.peer-0/new"] >= 6
     answered = [status_of(source.socket).counters for source in sources.values()]
-    assert all(sum(one.get(f"peer_summary_answers.{how}", 0.0) for how in ("new", "kept")) for one in answered)
+    assert all(sum(one.get(f"peer_given_summaries.{how}", 0.0) for how in ("new", "kept")) for one in answered)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvdepot.core.health import CHECKS, ERRORS
-from kvdepot.core.report import DaemonStatus, TierStatus
+from kvdepot.core.report import DaemonStatus, PeerStatus, ReaderStatus, TierStatus
 from kvdepot.core.verdict import Problem
 from kvdepot.server.observe.metric_families import FAMILIES
 from kvdepot.server.observe.metrics import exposition
@@ -195,7 +196,11 @@ def test_the_test_of_the_alerts_would_find_a_deaf_one(tmp_path: Path) -> None:
 @needs_promtool
 def test_promtool_can_read_what_the_daemon_exports() -> None:
     """Its linter too: units last, no counter without `_total`."""
-    tiers = (TierStatus("ram", "ram", 1), TierStatus("pool", "shared", 1, state="ready", breaker="closed"))
-    text = exposition(lambda: DaemonStatus("1", 1, 1.0, True, "", 1, 1, tiers=tiers))().decode()
+    kinds = ("disk", "shared", "object", "peer")
+    lower = (TierStatus(kind, kind, 1, state="ready", breaker="closed") for kind in kinds)
+    tiers = (TierStatus("ram", "ram", 1), *(replace(one, peers=(PeerStatus("h:1"),)) for one in lower))
+    status = DaemonStatus("1", 1, 1.0, True, "", 1, 1, tiers=tiers, readers=(ReaderStatus("URI:x"),))
+    text = exposition(lambda: status)().decode()
+    assert "kvdepot_peer_loads_total" in text and "kvdepot_reader_leases" in text
     checked = promtool("check", "metrics", text=text)
     assert checked.returncode == 0, checked.stderr

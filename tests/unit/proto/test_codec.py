@@ -401,7 +401,7 @@ def test_a_status_comes_back_equal() -> None:
             TierStatus(
                 "nvme", "disk", 1, 2, 3, 4, 5, 6, "ready", "why", "open", 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, "n", "o",
                 write_target_bytes=17,
-                peers=(PeerStatus("h:1", "new", "why", 2**64 - 1, "open", "nixl", 1, 2, 3, 4.5, {"gone": 5}, 6, 7.5),),
+                peers=(PeerStatus("h:1", "new", "w", 2**64 - 1, "o", "nixl", 1, 2, 3, 4.5, {"gone": 5}, 6, 7.5, "c"),),
             ),
         ),
         sessions=(SessionStatus("e", 2, 1, True, 10, 5, 3, 4, (7, 8)),),

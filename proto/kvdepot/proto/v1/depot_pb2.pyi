@@ -1060,6 +1060,7 @@ class PeerStatus(google.protobuf.message.Message):
     FAILED_OBJECTS_FIELD_NUMBER: builtins.int
     LOOKUPS_FIELD_NUMBER: builtins.int
     LOOKUP_SECONDS_FIELD_NUMBER: builtins.int
+    CHOSEN_FIELD_NUMBER: builtins.int
     address: builtins.str
     """host:port"""
     state: builtins.str
@@ -1077,6 +1078,8 @@ class PeerStatus(google.protobuf.message.Message):
     lookups: builtins.int
     """that it has answered"""
     lookup_seconds: builtins.float
+    chosen: builtins.str
+    """why, where the list has more peers than the tier asks"""
     @property
     def failed_objects(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """loads without a result, by outcome"""
@@ -1097,8 +1100,9 @@ class PeerStatus(google.protobuf.message.Message):
         failed_objects: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         lookups: builtins.int = ...,
         lookup_seconds: builtins.float = ...,
+        chosen: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "arena_id", b"arena_id", "breaker", b"breaker", "failed_objects", b"failed_objects", "lane", b"lane", "load_seconds", b"load_seconds", "loaded_bytes", b"loaded_bytes", "loaded_objects", b"loaded_objects", "lookup_seconds", b"lookup_seconds", "lookups", b"lookups", "reading_objects", b"reading_objects", "reason", b"reason", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "arena_id", b"arena_id", "breaker", b"breaker", "chosen", b"chosen", "failed_objects", b"failed_objects", "lane", b"lane", "load_seconds", b"load_seconds", "loaded_bytes", b"loaded_bytes", "loaded_objects", b"loaded_objects", "lookup_seconds", b"lookup_seconds", "lookups", b"lookups", "reading_objects", b"reading_objects", "reason", b"reason", "state", b"state"]) -> None: ...
 
 global___PeerStatus = PeerStatus
 

@@ -66,7 +66,7 @@ class PeerSource:
     """Everything runs on the loop's thread.
 
     Counts `peer_located_objects.found` and `.absent`, `peer_pulls.` and how each ended or why it was refused,
-    `peer_sent_bytes.` and the lane, `peer_summary_answers.` and whether it was gathered for it,
+    `peer_sent_bytes.` and the lane, `peer_given_summaries.` and whether it was gathered for it,
     `peer_refused_connections.` and why, `peer_servers.started`, `.crashed` and
     `.killed`.
     """
@@ -272,7 +272,7 @@ class PeerSource:
             self._answer(number, Refused(Refusal.NOT_ALLOWED))
             return
         gathers = self._summaries.ask(tenant, partial(self._answer, number))
-        self._count(f"peer_summary_answers.{'new' if gathers else 'kept'}", 1)
+        self._count(f"peer_given_summaries.{'new' if gathers else 'kept'}", 1)
 
     def _locate(self, question: AskLocate) -> Located | Refused:
         allowed, tenant = self._peers.tenant_of(question.names)

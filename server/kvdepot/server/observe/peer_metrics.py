@@ -52,7 +52,7 @@ PEERS: Final = (
     ),
     counter("peer_sent_bytes", "Bytes of objects that were sent to peers, by what they went over.", "lane", Lane),
     counter(
-        "peer_summary_answers",
+        "peer_given_summaries",
         "Summaries that peers asked for, by outcome: whether names were gathered for this one.",
         "outcome",
         ("new", "kept"),

@@ -50,8 +50,8 @@ def _print(status: DaemonStatus, console: Console) -> None:
             continue
         show(console, _peers(f"tier {escape(tier.name)}", tier.peers))
         for peer in tier.peers:
-            if peer.reason:
-                say(f"{peer.address}: {peer.reason}")
+            if peer.chosen or peer.reason:
+                say(f"{peer.address}: {', '.join(filter(None, (peer.chosen, peer.reason)))}")
     if not tiers:
         say("this daemon has no peer tier")
     if status.readers:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -47,6 +48,7 @@ class Member:
         self.workers = workers
         self.figures = workers.figures
         self.itself = False
+        self.chosen = ""  # why, where the list has more than there is room for
         self.probed = False  # a probe has no answer yet
 
     @property
@@ -54,7 +56,7 @@ class Member:
         return not self.itself and self.workers.usable
 
     def status(self) -> PeerStatus:
-        return self.workers.status(itself=self.itself)
+        return replace(self.workers.status(itself=self.itself), chosen=self.chosen)
 
     def __str__(self) -> str:
         return url_address(*self.place)
@@ -136,9 +138,11 @@ class PeerGroup:
     def use(self, places: Iterable[Place], why: Mapping[Place, str] = _NO_CHOICE) -> bool:
         """Have these peers from now on. Return whether one of them is new. What others read is finished.
 
-        `why`: they were chosen, for the log.
+        `why`: they were chosen, for operators.
         """
         wanted = set(places)
+        for place, member in self._members.items():
+            member.chosen = why.get(place, "")
         if self._closed or wanted == set(self._members):
             return False
         for place in set(self._members) - wanted:
@@ -146,9 +150,10 @@ class PeerGroup:
         new = wanted - set(self._members)
         for place in sorted(new):
             member = self._members[place] = Member(place, self._make(place))
+            member.chosen = why.get(place, "")
             if self._token is not None:
                 member.workers.renew(self._token)
-        shown = (f"{one} ({why[one.place]})" if one.place in why else str(one) for one in self._members.values())
+        shown = (f"{one} ({one.chosen})" if one.chosen else str(one) for one in self._members.values())
         self._log.info("tier %s: peers: %s", self._name, ", ".join(shown) or "none")
         return bool(new)
 

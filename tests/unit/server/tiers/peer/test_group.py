@@ -444,3 +444,14 @@ def test_peers_that_are_new_or_failed_last_are_probed_while_nobody_looks_anythin
         assert not peers.of[B].jobs
 
     with_peers(test, A, B, C)
+
+
+def test_the_reason_for_a_choice_is_shown_and_follows_it() -> None:
+    async def test(peers: Peers) -> None:
+        assert [one.chosen for one in peers.group.statuses()] == ["", ""]
+        peers.group.use([A, B], {A: "by summary: 4 names", B: "by hash"})
+        assert [one.chosen for one in peers.group.statuses()] == ["by summary: 4 names", "by hash"]
+        peers.group.use([A, C], {A: "by hash", C: "by summary: 9 names"})
+        assert [one.chosen for one in peers.group.statuses()] == ["by hash", "by summary: 9 names"]
+
+    with_peers(test, A, B)
