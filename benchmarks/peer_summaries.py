@@ -2,8 +2,9 @@
 
 Source: the extent table has random objects, and the words go to a process that takes them in. `hold_ms` is the longest
 slice, in CPU time, with its frame and what the socket takes of it. Scout: the real process asks 100 places in this one,
-which all send a summary of the largest size. A lookup names 256 chunks. A move is the time from the first lookup of
-what one place alone has, which is no peer, to its answer; the second one follows at once.
+which all send a summary of the largest size. A lookup names 256 chunks. A move: what one place alone has, which is no
+peer, is looked up until it is found; the second one follows at once. `lookup` is the time until the first lookup is
+answered, and `hits` the part of the names that it finds. `nobody` is the time of a lookup of 16 names that nobody has.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from kvdepot.core.arena import ArenaLayout, tables_in_memory
+from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.daemon.peer_summaries import PeerSummaries
 from kvdepot.server.depot.loads.peer_leases import PeerChunks
 from kvdepot.server.depot.tree.rows import COMMITTED, SUMMED, Rows
@@ -172,6 +175,20 @@ async def measure_scout(report: Report, frame: bytes, places: int) -> None:
         report.figure("scout_cpu_ms", 1e3 * (_cpu_seconds(scout.pid) - before) / LOOKUPS, "ms")
 
 
+async def looked_up(live: PeerLive, names: Sequence[ObjectName]) -> tuple[float, int]:
+    """Look up once. Return the seconds until the answer, and how many of the names it has found."""
+    answered = asyncio.get_running_loop().create_future()
+    known = len(live.listener.found_objects)
+    began = time.perf_counter()
+    live.tier.look_up(names, lambda: answered.set_result(None))
+    await answered
+    return time.perf_counter() - began, len(live.listener.found_objects) - known
+
+
+def nobodys(count: int) -> list[ObjectName]:
+    return [replace(NAMES[0], key=os.urandom(16)) for _ in range(count)]
+
+
 async def measure_moves(report: Report, places: int) -> None:
     """Look up what only one of many places has, which is no peer, and then what only another one has."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -187,10 +204,17 @@ async def measure_moves(report: Report, places: int) -> None:
             for source, names in zip(others, (at_first, then), strict=False):
                 source.keys.update(name.key for name in names)
             await until(lambda: live.counts["peer_summaries.new"] >= places, lambda: f"all are known: {live.counts}")
-            for figure, names in (("first_move_s", at_first), ("second_move_s", then)):
+            for figure, names in (("first_move", at_first), ("second_move", then)):
                 began = time.monotonic()
-                await found(live, *names)
-                report.figure(figure, time.monotonic() - began, "s")
+                seconds, hits = await looked_up(live, names)
+                report.figure(f"{figure}_lookup_ms", 1e3 * seconds, "ms")
+                report.figure(f"{figure}_hits", hits / len(names), "")
+                if hits < len(names):
+                    await found(live, *names)
+                report.figure(f"{figure}_s", time.monotonic() - began, "s")
+            took = [(await looked_up(live, nobodys(16)))[0] for _ in range(LOOKUPS)]
+            report.figure("nobody_ms", 1e3 * statistics.median(took), "ms")
+            report.figure("nobody_ms_p99", 1e3 * sorted(took)[len(took) * 99 // 100], "ms")
         finally:
             await live.close()
 

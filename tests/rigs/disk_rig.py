@@ -18,7 +18,7 @@ from kvdepot.core.objectfile import ObjectName, payload_sum
 from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.io.bucket import Bucket
 from kvdepot.server.io.context import Context
-from kvdepot.server.io.jobs import JOBS, Answer, Job, Priority
+from kvdepot.server.io.jobs import JOBS, Answer, Job, Priority, ServePeer
 from kvdepot.server.io.perform import perform
 from kvdepot.server.platform.guard import Guard
 from kvdepot.server.storage.base import DAMAGED, IoOutcome, Loan, Read, Tier, Written
@@ -80,7 +80,9 @@ class InlineWorkers:
         """Answers what cannot be packed as a pool does: without the daemon's limits a fake knows of no jam."""
         refused = self.why_unusable
         try:
-            ((_, job),) = JOBS.take(bytearray(JOBS.pack(job, next(self._numbers))))
+            ((_, packed),) = JOBS.take(bytearray(JOBS.pack(job, next(self._numbers))))
+            assert not isinstance(packed, ServePeer)
+            job = packed
         except Exception as error:  # noqa: BLE001
             refused = refused or str(error)
         self.tasks.append(Task(job, priority, done, loan, refused))

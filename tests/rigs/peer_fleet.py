@@ -81,17 +81,22 @@ class Fleet:
         host: str = "127.0.0.1",
         url: str = "",
         ram: str = RAM,
+        under: tuple[str, ...] = (),
     ) -> DaemonProcess:
-        """Start a daemon with a peer tier for each port, or with one for the URL of several peers."""
+        """Start a daemon with a peer tier for each port, or with one for the URL of several peers.
+
+        `under`: a module that runs the daemon's.
+        """
         urls = [url] if url else [f"tcp://{host}:{port}" for port in ports]
         tiers = peer_tiers(urls, deadline, of_tier)
-        daemon = self._start(f'{tls or self.tls()}{tiers}[breaker]\nfailures = 3\nprobe_every = "1s"\n{more}', ram)
+        breaker = '[breaker]\nfailures = 3\nprobe_every = "1s"\n'
+        daemon = self._start(f"{tls or self.tls()}{tiers}{breaker}{more}", ram, under)
         for number in range(len(urls) if ready else 0):
             wait_until(lambda: tier_of(daemon, number).state == "ready", lambda: f"ready: {tier_of(daemon, number)}")  # noqa: B023
         return daemon
 
-    def _start(self, config: str, ram: str = RAM) -> DaemonProcess:
-        daemon = DaemonProcess(ram=ram, config=config)
+    def _start(self, config: str, ram: str = RAM, under: tuple[str, ...] = ()) -> DaemonProcess:
+        daemon = DaemonProcess(ram=ram, config=config, under=under)
         self.daemons.append(daemon)
         return daemon.start()
 

@@ -34,9 +34,9 @@ class PeerLive(SharedLive):
         self.counts: Counter[str] = Counter()
         files = (f"{folder / 'peer.pem'}", f"{folder / 'peer.key'}", f"{folder / 'ca.pem'}")
         config = PeerConfig(
-            "peer", Path("tcp:"), 1 << 30, io_workers=1, deadline_seconds=20.0, failures=3, probe_seconds=0.2,
+            "peer", Path("tcp:"), 1 << 30, io_workers=1, failures=3, probe_seconds=0.2,
             peer=PeerSettings("127.0.0.1", port, *files, (PEER,), timeout_seconds=40.0),
-            **{"negative_ttl_seconds": NEGATIVE_SECONDS, **more},
+            **{"negative_ttl_seconds": NEGATIVE_SECONDS, "deadline_seconds": 20.0, **more},
         )  # fmt: skip
         context = TierContext(
             ((self.arena_fd, ARENA_BYTES),), ARENA_ID, self.registry,

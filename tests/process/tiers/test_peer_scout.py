@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvdepot.core.calls import LocateCall
 from kvdepot.core.objectfile import ObjectName
+from kvdepot.proto.methods import decode_reply
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.conformance_harness import payload_of
+from kvdepot.server.tiers.peer import group, scout
 from kvdepot.server.tiers.peer.seats import Seats
 
-from tests.fakes.lying_source import FAILED_SUMMARIES, REFUSED_SUMMARIES, TAKEN_SUMMARIES, LyingSource
-from tests.rigs.patience import until
+from tests.fakes.lying_source import FAILED_SUMMARIES, OF_LOOKUPS, REFUSED_SUMMARIES, TAKEN_SUMMARIES, LyingSource
+from tests.rigs.patience import patient, until, wait_until
 from tests.rigs.peer_fleet import Fleet, located, payloads, served_again, stopped, stored
 from tests.rigs.peer_live import ARENA_ID, PeerLive
 from tests.rigs.peer_sources import NAMES, Sources, found, readable, with_sources
-from tests.rigs.raw_client import RawEngine, keys_of, status_of
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, status_of
 
 QUICK: dict[str, Any] = {"count": 6, "peers_max": 2, "summary_seconds": 0.2, "exchange_seconds": 0.1}
 
@@ -66,7 +69,7 @@ async def wanted(live: PeerLive, names: Collection[ObjectName], reached: Callabl
 
 
 @pytest.mark.requirement("T3")
-def test_what_only_a_source_has_that_is_no_peer_is_found_after_an_exchange(
+def test_what_was_absent_is_found_after_an_exchange_when_a_summary_has_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -75,6 +78,7 @@ def test_what_only_a_source_has_that_is_no_peer_is_found_after_an_exchange(
         await readable(live)
         before, last = members(live), others(sources, live)[-1]
         assert len(before) == 2
+        assert not await live.look_up(*NAMES[:3])
         last.keys.update(name.key for name in NAMES[:3])
         await summarized(live, [last])
         handles = await found(live, *NAMES[:3])
@@ -154,28 +158,6 @@ def test_a_hostile_answer_costs_at_most_an_exchange(tmp_path: Path, lie: str, ca
 
 
 @pytest.mark.requirement("N3")
-def test_a_source_whose_summary_is_a_lie_serves_nothing_that_it_does_not_have(tmp_path: Path) -> None:
-    async def test(sources: Sources, live: PeerLive) -> None:
-        await readable(live)
-        liar = others(sources, live)[0]
-        true_keys = liar.keys
-
-        def all_wanted(source: LyingSource, question: Any) -> Any:
-            source.keys = {name.key for name in NAMES[:4]}
-            pieces = list(LyingSource._summarize(source, question))
-            source.keys = true_keys
-            return iter(pieces)
-
-        liar.summaries = all_wanted
-        await summarized(live, [liar])
-        await wanted(live, NAMES[:4], lambda: liar.port in members(live), "it is believed, and asked")
-        assert not await live.look_up(*NAMES[:4])
-        assert len(members(live)) == 2
-
-    with_sources(tmp_path, test, **QUICK)
-
-
-@pytest.mark.requirement("N3")
 def test_sources_that_hang_delay_no_other(tmp_path: Path) -> None:
     async def test(sources: Sources, live: PeerLive) -> None:
         await readable(live)
@@ -237,10 +219,149 @@ def test_after_a_reload_the_scout_believes_other_names(tmp_path: Path) -> None:
     with_sources(tmp_path, test, **QUICK)
 
 
+@pytest.fixture
+def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let lookups wait for the scout and for guests as long as a busy machine needs."""
+    monkeypatch.setattr(scout, "FIND_SECONDS", 30.0)
+    monkeypatch.setattr(group, "GUEST_SECONDS", 30.0)
+
+
+async def known(sources: Sources, live: PeerLive) -> None:
+    """Wait until the scout has summaries of what all sources have now."""
+    await readable(live)
+    await summarized(live, sources.each)
+
+
+@pytest.mark.requirement("T3")
+@pytest.mark.parametrize("spare", ["has started", "was killed"])
+def test_the_first_lookup_finds_what_a_source_has_that_is_no_peer(
+    tmp_path: Path, spare: str, patient_lookups: None
+) -> None:
+    async def test(sources: Sources, live: PeerLive) -> None:
+        await readable(live)
+        first, second = others(sources, live)[-2:]
+        first.keys.update(name.key for name in NAMES[:3])
+        second.keys.update(name.key for name in NAMES[3:6])
+        await known(sources, live)
+        for source, names in ((first, NAMES[:3]), (second, NAMES[3:6])):
+            (one,) = spares(live)
+            if spare == "was killed":
+                os.kill(one, signal.SIGKILL)
+            handles = await live.look_up(*names)
+            assert set(handles) == set(names)
+            assert source.port in members(live)
+            for name in names:
+                assert await live.read(handles[name], name) == (IoOutcome.OK, payload_of(name))
+            if spare == "has started":
+                assert one in pids(live, source.port)
+            await live.until(lambda: spares(live), "another one can join")
+        assert len(members(live)) <= 2
+
+    with_sources(tmp_path, test, count=6, peers_max=1, summary_seconds=0.2)
+
+
+def pids(live: PeerLive, port: int) -> tuple[int, ...]:
+    """Return the workers of the peer with this port."""
+    peers = live.peer_tier._workers
+    assert isinstance(peers, group.PeerGroup)
+    (member,) = (one for place, one in peers._members.items() if place[1] == port)
+    return member.workers._pool.pids
+
+
+def spares(live: PeerLive) -> tuple[int, ...]:
+    """Return the workers that have no peer yet."""
+    peers = live.peer_tier._workers
+    assert isinstance(peers, group.PeerGroup)
+    return peers._spare._pool.pids if peers._spare is not None else ()
+
+
+@pytest.mark.requirement("N3")
+def test_a_source_that_hangs_delays_one_lookup_of_what_only_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scout, "FIND_SECONDS", 30.0)
+    monkeypatch.setattr(group, "GUEST_SECONDS", 0.2)
+
+    async def test(sources: Sources, live: PeerLive) -> None:
+        await readable(live)
+        hanging = others(sources, live)[-1]
+        hanging.keys.update(name.key for name in NAMES[:8])
+        hanging.lookups = OF_LOOKUPS["stalled lookup"]
+        await known(sources, live)
+        before = members(live)
+        assert not await live.look_up(*NAMES[:4])
+        await live.until(lambda: hanging.lied == 1, "it is asked")
+        await live.until(lambda: hanging.port not in members(live), "it leaves at the deadline")
+        assert members(live) == before and not await live.look_up(*NAMES[4:8])
+        assert hanging.lied == 1, "it is not asked again"
+
+    with_sources(tmp_path, test, **QUICK, deadline_seconds=patient(2.0))
+
+
+@pytest.mark.requirement("N3")
+def test_a_source_whose_summary_is_a_lie_gets_no_seat_and_serves_nothing_that_it_does_not_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, patient_lookups: None
+) -> None:
+    caplog.set_level("INFO")
+
+    async def test(sources: Sources, live: PeerLive) -> None:
+        await readable(live)
+        liar = others(sources, live)[0]
+        true_keys = liar.keys
+
+        def all_wanted(source: LyingSource, question: Any) -> Any:
+            source.keys = {name.key for name in NAMES[:4]}
+            pieces = list(LyingSource._summarize(source, question))
+            source.keys = true_keys
+            return iter(pieces)
+
+        liar.summaries = all_wanted
+        await known(sources, live)
+        before = members(live)
+        assert not await live.look_up(*NAMES[:4])
+        assert f"127.0.0.1:{liar.port} (by lookup: 4 names)" in caplog.text
+        for _ in range(3):
+            await summarized(live, sources.each)
+            assert not await live.look_up(*NAMES[:4])
+        assert members(live) == before and caplog.text.count(f"{liar.port} (by") == 1, "it is believed once"
+
+    with_sources(tmp_path, test, **QUICK)
+
+
 def chosen_by(reader: Any) -> dict[int, str]:
     """Return the peers of the reader's tier by port, and why each was chosen, as its log says."""
     line = re.findall(r"tier peer-0: peers: (.*)", reader.log)[-1]
     return {int(port): why for port, why in re.findall(r":(\d+) \((by \w+)", line)}
+
+
+def chosen_in(reader: Any, prompt: str) -> tuple[int, list[bytes], list[bytes] | None]:
+    """Look a prompt up once, and load it. Return the tokens that the lookup found, the keys and what was loaded."""
+    keys = keys_of(prompt, 3)
+    with RawEngine(reader.socket) as engine:
+        call = engine.locate_call(keys, prompt, wait_seconds=20.0)
+        found = decode_reply(LocateCall, engine.stub.Locate(call, timeout=patient(60.0))).boundary_tokens
+        return found, keys, engine.load(keys, prompt)
+
+
+@pytest.mark.requirement("T3")
+def test_the_first_lookup_of_a_conversation_that_moved_finds_it_in_another_daemon(fleet: Fleet, tmp_path: Path) -> None:
+    ports = [fleet.port() for _ in range(3)]
+    for port in ports:
+        stored(fleet.source(port=port), keys_of(f"of {port}", 3))
+    file = tmp_path / "peers"
+    file.write_text("".join(f"127.0.0.1:{port}\n" for port in ports))
+    reader = fleet.reader(
+        url=f"file://{file}", ram="1GiB", of_tier="io_workers = 1\npeers_max = 1\n", deadline="20s",
+        under=("tests.fakes.patient_lookups",),
+    )  # fmt: skip
+    wait_until(
+        lambda: status_of(reader.socket).counters.get("peer_summaries.peer-0/new", 0.0) >= 3, "all have summaries"
+    )
+    (member,) = chosen_by(reader)
+    for moved in (port for port in ports if port != member):
+        found, keys, loaded = chosen_in(reader, f"of {moved}")
+        assert found == 3 * CHUNK_TOKENS and loaded == payloads(keys)
+        assert chosen_by(reader)[moved] in ("by lookup", "by summary")
 
 
 @pytest.mark.requirement("T3", "N3")
@@ -260,11 +381,11 @@ def test_a_daemon_loads_from_whichever_daemons_of_a_long_list_have_it(fleet: Fle
     with RawEngine(reader.socket) as engine:
         located(engine, keys_of(f"of {moved}", 3))
         assert engine.load(keys_of(f"of {moved}", 3)) == payloads(keys_of(f"of {moved}", 3))
-        assert chosen_by(reader)[moved] == "by summary"
+        assert chosen_by(reader)[moved] != "by hash"
         with stopped(sources[hung]):
             located(engine, keys_of(f"of {ended}", 3))
             assert engine.load(keys_of(f"of {ended}", 3)) == payloads(keys_of(f"of {ended}", 3))
-        assert chosen_by(reader)[ended] == "by summary"
+        assert chosen_by(reader)[ended] != "by hash"
         sources[hung].kill()
         engine.locate(keys_of(f"of {hung}", 3))
         sources[hung].start()
@@ -272,5 +393,6 @@ def test_a_daemon_loads_from_whichever_daemons_of_a_long_list_have_it(fleet: Fle
         assert served_again(engine, keys_of(f"of {hung}", 3)) == payloads(keys_of(f"of {hung}", 3))
     counters = status_of(reader.socket).counters
     assert counters["peer_summaries.peer-0/new"] >= 6
+    del sources[hung]  # it may not have been asked since its start
     answered = [status_of(source.socket).counters for source in sources.values()]
     assert all(sum(one.get(f"peer_given_summaries.{how}", 0.0) for how in ("new", "kept")) for one in answered)

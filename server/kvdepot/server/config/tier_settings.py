@@ -147,10 +147,11 @@ def _reserve_bytes(tables: Tables, tier: TierTable, arena_bytes_max: int) -> int
 def _peers_bytes(tier: TierTable, worker_bytes: int, arena_bytes_max: int) -> int:
     """Return the memory of all workers of a peer tier, and of what it and its scout know of several peers."""
     of_worker = worker_bytes + PEER_RESERVE_BYTES + (NIXL_RESERVE_BYTES if tier.lane is Lane.NIXL else 0)
-    known_bytes = 0
+    known_bytes, peers = 0, tier.peers_at_most
     if tier.peer_places:
+        peers += 1  # a guest, or spare workers for one
         known_bytes = OWNERS_RESERVE_BYTES + SCOUT_RESERVE_BYTES + summaries_bytes(arena_bytes_max)
-    return tier.peers_at_most * tier.io_workers * of_worker + known_bytes
+    return peers * tier.io_workers * of_worker + known_bytes
 
 
 def _disk_layout(tables: Tables, tier: TierTable) -> DiskLayout:

@@ -12,7 +12,7 @@ from kvdepot.server.io.bucket import Bucket
 from kvdepot.server.io.direct_io import DirectFiles
 
 if TYPE_CHECKING:
-    from kvdepot.server.io.peer_wire import Lender, Question, Reply
+    from kvdepot.server.io.peer_wire import Lender, PeerSettings, Question, Reply
 
 SCRATCH_BYTES_MAX: Final = 64 << 20
 """Of one buffer; it holds the longest coded object of any arena (`coded_limit`)."""
@@ -39,6 +39,8 @@ class PeerLink(Protocol):
 
     @property
     def lane(self) -> str: ...
+
+    def use(self, settings: PeerSettings) -> None: ...
 
     def lends(self) -> bool: ...
 

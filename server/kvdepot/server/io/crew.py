@@ -11,9 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, Protocol
 
 from kvdepot.core.errors import NoRoom
+from kvdepot.server.io.jobs import JOBS, ServePeer
 from kvdepot.server.io.worker_jobs import NO_NUMBER, Worker
 from kvdepot.server.io.worker_process import WorkerListener, WorkerProcess, WorkerSettings
 from kvdepot.server.platform.backoff import Backoff
@@ -73,6 +75,14 @@ class Crew:
     def renew(self, guard: str, peer: str = "") -> None:
         """Let workers that are made from now on enter the directory with this token, or have this peer."""
         self._settings = replace(self._settings, guard=guard, peer=peer or self._settings.peer)
+
+    def serve_peer(self, path: Path, peer: str) -> None:
+        """Have all workers serve this peer (packed `PeerSettings`). None of them has had a job yet."""
+        self._settings = replace(self._settings, directory=path, peer=peer)
+        frame = JOBS.pack(ServePeer(peer))
+        for worker in tuple(self.workers.values()):
+            if not self._guard.call("naming a peer", worker.process.send, frame):
+                self.kill(worker)
 
     def spawn(self) -> Worker | None:
         """Return None where there is no room for another process now. Another is tried later."""

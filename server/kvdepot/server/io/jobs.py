@@ -43,6 +43,7 @@ LANE_BYTES_MAX: Final = 512
 JOB_BYTES_MAX: Final = 20 << 20
 """Body of one frame to a worker: the longest Append, or the most parts and extents."""
 ANSWER_BYTES_MAX: Final = 4_096
+PEER_CHARACTERS_MAX: Final = 128 << 10
 STARTED: Final = 0
 """Number of a worker's first answer, which is to no job: its process has started."""
 _OFFSET_MAX: Final = 1 << 63
@@ -326,6 +327,13 @@ def job_bytes(job: Job) -> int:
             return 0
 
 
+@dataclass(frozen=True, slots=True)
+class ServePeer:
+    """Do the jobs that come next at this peer. It is no job, and has no answer. `peer`: packed `PeerSettings`."""
+
+    peer: Annotated[str, Count(PEER_CHARACTERS_MAX)]
+
+
 Job = (
     ReadObject | WriteObject | Append | Allocate | Remove | Quarantine | Probe
     | StatFiles | ReadFile | PublishFile | TouchFiles
@@ -361,9 +369,9 @@ class Answer:
 
 FileLength = Annotated[Signed, Between(UNKNOWN, _OFFSET_MAX - 1)]
 """Bytes, or ABSENT, or UNKNOWN."""
-JOBS: Final[Framing[Job]] = Framing(
+JOBS: Final[Framing[Job | ServePeer]] = Framing(
     ReadObject, WriteObject, Append, Allocate, Remove, Quarantine, Probe,
-    StatFiles, ReadFile, PublishFile, TouchFiles,
+    StatFiles, ReadFile, PublishFile, TouchFiles, ServePeer,
     bytes_max=JOB_BYTES_MAX,
 )  # fmt: skip
 ANSWERS: Final[Framing[Answer]] = Framing(Answer, bytes_max=ANSWER_BYTES_MAX)

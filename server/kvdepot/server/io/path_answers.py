@@ -28,8 +28,8 @@ class PathAnswers:
     ) -> None:  # fmt: skip
         self.direct = True
         """False: the path refused O_DIRECT, or it is not safe there; its files go through the page cache."""
+        self.path = path
         self._breaker = breaker
-        self._path = path
         self._failing = failing
         self._log = log
         self._count = count
@@ -54,5 +54,5 @@ class PathAnswers:
         self._count("io_buffered_jobs", 1)
         if self.direct:
             self.direct = False
-            self._log.warning("%s: no O_DIRECT here, its files go through the page cache", self._path)
+            self._log.warning("%s: no O_DIRECT here, its files go through the page cache", self.path)
             self._changed()

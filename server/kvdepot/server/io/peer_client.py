@@ -54,6 +54,10 @@ class Peer:
         self._connection: ssl.SSLSocket | None = None
         self._last_context: ssl.SSLContext | None = None
 
+    def use(self, settings: PeerSettings) -> None:
+        """Ask this peer from now on, over the same lane. Nothing has been asked yet."""
+        self._settings = settings
+
     def connect(self) -> None:
         """Connect, and check who answers."""
         if self._connection is None:

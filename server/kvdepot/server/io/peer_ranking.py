@@ -27,6 +27,8 @@ _DEVIATIONS: Final = 3.0
 """So many standard deviations of what is there by chance do not count either."""
 _WEIGHT_MIN: Final = 0.05
 """What adds less is not worth a member: less than one name that was asked for ten minutes ago."""
+_CHANCE_MAX: Final = 0.001
+"""Of a lookup of what nobody has, to be sent to a place all the same."""
 Weights = npt.NDArray[np.float32]
 
 
@@ -49,6 +51,16 @@ def ranked(has: Weights, weights: Weights, by_chance: Weights, members: Sequence
         found.append(best)
         left = left * (1.0 - has[:, best])
     return found
+
+
+def leading(filters: Sequence[Filter], words: list[int]) -> list[tuple[int, int]]:
+    """Return which filters have the first of these words, and how many of the first; the one with most first.
+
+    A filter with so few that one of them all may have them by chance does not count.
+    """
+    found = ((at, known.leading(words)) for at, known in enumerate(filters))
+    sure = [(at, count) for at, count in found if len(filters) * filters[at].by_chance ** count < _CHANCE_MAX]
+    return sorted(sure, key=lambda one: -one[1])
 
 
 class Wanted:

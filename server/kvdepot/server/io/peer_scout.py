@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -26,10 +27,25 @@ from kvdepot.server.io.chunk_words import words_of_names
 from kvdepot.server.io.framing import FrameError
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.peer_client import Peer
-from kvdepot.server.io.peer_ranking import Wanted
+from kvdepot.server.io.peer_ranking import WORDS_MAX, Wanted, leading
 from kvdepot.server.io.peer_summary import Filter
 from kvdepot.server.io.peer_wire import Lane, PeerSettings, Refused, Reply, Summarize, Summary, Unchanged
-from kvdepot.server.io.scout_wire import FROM_SCOUT, TO_SCOUT, WHY_BYTES_MAX, Asked, At, Ranked, Told, Useful, Watch
+from kvdepot.server.io.scout_wire import (
+    FOUND_MAX,
+    FROM_SCOUT,
+    NAMES_MAX,
+    TO_SCOUT,
+    WHY_BYTES_MAX,
+    Asked,
+    At,
+    Find,
+    Found,
+    Ranked,
+    Told,
+    Useful,
+    Want,
+    Watch,
+)
 from kvdepot.server.storage.shared_layout import object_of
 
 ANSWER_SECONDS: Final = 10.0
@@ -45,6 +61,8 @@ RANK_SECONDS: Final = 0.5
 THREADS_MAX: Final = 256
 """Threads of places, also of those that are not listed any more and hang. More places are not asked."""
 _STACK_BYTES: Final = 512 << 10
+_SWITCH_SECONDS: Final = 0.0005
+"""So long a thread computes before another one may. A lookup waits for an answer while others rank."""
 _M_MMAP_THRESHOLD: Final = -3
 _MAPPED_BYTES: Final = 64 << 10
 
@@ -60,6 +78,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(ending, signal.SIG_IGN)
     threading.excepthook = _end
     threading.stack_size(_STACK_BYTES)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     # Otherwise the C library raises this limit, and keeps the memory of summaries that have been taken in.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
     settings = replace(PeerSettings.unpack(arguments[2]), lane=Lane.STREAM)
@@ -86,6 +105,7 @@ class Place:
         self.column = column
         self.gone = threading.Event()
         self.itself = False
+        self.known: Filter | None = None
         self.version = 0
         self.bits_bytes = 0
         self.known_at = 0.0
@@ -114,19 +134,29 @@ class Scout:
         self._columns = 0
         self._threads = 0
         self._wanted = Wanted()
+        self._coming: deque[Want] = deque(maxlen=WORDS_MAX // NAMES_MAX)  # to be noted before the next ranking
 
     def listen(self) -> None:
         """Take messages until the daemon closes the socket. The caller ends the process then."""
         stream = self._connection.makefile("rb")
         while (frame := TO_SCOUT.read(stream)) is not None:
-            message = frame[1]
-            with self._changing:
-                if isinstance(message, Watch):
+            number, message = frame
+            if isinstance(message, Find):
+                self._tell(self._found(message), number)
+                continue
+            if isinstance(message, Watch):
+                with self._changing:
                     self._watch(message.places, message.members)
-                else:
-                    names = [found[:2] for file in message.names() if (found := object_of(file)) is not None]
-                    self._wanted.want(words_of_names(names).tolist())
+            else:
+                self._coming.append(message)
             self._has_changed.set()
+
+    def _found(self, message: Find) -> Found:
+        """Return who has these. Takes no lock, and so no longer while others rank: only this thread adds places."""
+        known = [(place.at, place.known) for place in self._places.values() if place.at not in self._members]
+        others = [(at, summary) for at, summary in known if summary is not None]
+        best = leading([summary for _, summary in others], _words_of(message))
+        return Found(tuple(Useful(others[at][0], count) for at, count in best[:FOUND_MAX]))
 
     def rank(self) -> None:
         """Tell the daemon which places are worth asking whenever that changes."""
@@ -135,6 +165,8 @@ class Scout:
             self._has_changed.wait(self._every_seconds)
             self._has_changed.clear()
             with self._changing:
+                while self._coming:
+                    self._wanted.want(_words_of(self._coming.popleft()))
                 found = self._ranked()
             if found != told:
                 told = found
@@ -168,9 +200,9 @@ class Scout:
         self._columns += 1
         return self._columns - 1
 
-    def _tell(self, message: Ranked | Told) -> None:
+    def _tell(self, message: Ranked | Told | Found, number: int = 0) -> None:
         with self._sending:
-            self._connection.sendall(FROM_SCOUT.pack(message))
+            self._connection.sendall(FROM_SCOUT.pack(message, number))
 
     # The thread of a place
 
@@ -230,12 +262,19 @@ class Scout:
 
     def _note(self, place: Place, known: Filter | None, bits_bytes: int = 0) -> None:
         with self._changing:
+            place.known = known
             place.version = known.version if known is not None else 0
             place.bits_bytes = bits_bytes
             place.known_at = time.monotonic()
             if not place.gone.is_set():  # else its column may be another place's
                 self._wanted.knows(place.column, known)
         self._has_changed.set()
+
+
+def _words_of(message: Want | Find) -> list[int]:
+    """Return the words of these names, each once."""
+    names = [found[:2] for file in message.names() if (found := object_of(file)) is not None]
+    return list(dict.fromkeys(words_of_names(names).tolist()))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,11 @@ class Filter:
         bloom = self._bloom
         return [word in bloom for word in words]
 
+    def leading(self, words: list[int]) -> int:
+        """Return how many of the first words may be there."""
+        bloom = self._bloom
+        return next((count for count, word in enumerate(words) if word not in bloom), len(words))
+
 
 class Summaries:
     """The latest summary of each tenant, in the process that sends. Made when it is asked for."""

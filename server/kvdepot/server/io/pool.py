@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from kvdepot.server.io.breaker import Breaker, BreakerState
@@ -67,7 +68,6 @@ class IoPool:
         `failing` outcomes, so many in a row as the breaker says, disable the path; `probe` re-enables it.
         """
         self.breaker = breaker
-        self._path = settings.directory
         self._workers_max = workers
         self._deadline_seconds = deadline_seconds
         self._loop = loop
@@ -153,6 +153,11 @@ class IoPool:
         self._crew.renew(guard, peer)
         self._crew.retire()
         self._fill()
+
+    def serve_peer(self, path: Path, peer: str) -> None:
+        """Have the workers, which have had no job yet, serve this peer: `renew`, for spare workers."""
+        self._answers.path = path
+        self._crew.serve_peer(path, peer)
 
     def submit(
         self,
@@ -304,7 +309,7 @@ class IoPool:
 
     def broken(self, worker: WorkerProcess, why: str) -> None:
         """End a worker like one that crashed."""
-        self._log.error("I/O worker %d of %s: %s", worker.pid, self._path, why)
+        self._log.error("I/O worker %d of %s: %s", worker.pid, self._answers.path, why)
         self._crew.leave(self._crew.workers[worker])
         worker.kill()
 
@@ -346,7 +351,7 @@ class IoPool:
         if not worker.killed:
             self._count("io_workers.abandoned", 1)
             if self.breaker.closed:  # else it is a probe of a path that is disabled already
-                self._log.warning("%s: %s; it is killed and left to the kernel", self._path, why)
+                self._log.warning("%s: %s; it is killed and left to the kernel", self._answers.path, why)
         self._crew.kill(worker)
         self._judge(task.job, IoOutcome.TIMEOUT, why)
         self._expire(worker, task, why)
@@ -400,7 +405,7 @@ class IoPool:
     def _disable(self) -> None:
         """Disable the path. Its workers end too: those after the probe open their own files."""
         self._count("io_breaker_openings", 1)
-        self._log.warning("%s is disabled: %s", self._path, self.breaker.reason)
+        self._log.warning("%s is disabled: %s", self._answers.path, self.breaker.reason)
         self._crew.retire()
         self._cancel_queue()
         self._probe_later()
@@ -439,7 +444,7 @@ class IoPool:
             self._probe_later()
             return
         self.breaker.probe_worked()
-        self._log.warning("%s is re-enabled", self._path)
+        self._log.warning("%s is re-enabled", self._answers.path)
         if prober is not None:
             self._crew.serving.append(prober)
         self._fill()

@@ -17,6 +17,8 @@ SEATS_MAX: Final = 32
 WHY_BYTES_MAX: Final = 512
 NAMES_MAX: Final = 64
 """Of one lookup, that the scout is told: enough to know who has them."""
+FOUND_MAX: Final = 4
+"""Places that a lookup is told of. Some of them may have failed a moment ago."""
 _WANT_BYTES_MAX: Final = 64 << 10
 HOST_CHARACTERS_MAX: Final = 255
 """A longer name is no name of DNS."""
@@ -39,27 +41,42 @@ class Watch:
     """
 
     places: Annotated[tuple[At, ...], Count(PLACES_MAX)]
-    members: Annotated[tuple[At, ...], Count(SEATS_MAX)]
+    members: Annotated[tuple[At, ...], Count(SEATS_MAX + 1)]  # and a guest
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """A lookup asks for these names, one a line. As one text they are packed in a tenth of the time."""
+class _Names:
+    """Names, one a line. As one text they are packed in a tenth of the time."""
 
     files: Annotated[bytes, Count(_WANT_BYTES_MAX)]
-
-    @classmethod
-    def of(cls, files: Sequence[str]) -> Self:
-        """Return a message with some of these names, from all over the prompt."""
-        return cls("\n".join(files[:: -(-len(files) // NAMES_MAX) or 1]).encode())
 
     def names(self) -> list[str]:
         return self.files.decode(errors="replace").splitlines()
 
 
 @dataclass(frozen=True, slots=True)
+class Want(_Names):
+    """A lookup asks for these names."""
+
+    @classmethod
+    def of(cls, files: Sequence[str]) -> Self:
+        """Return a message with some of these names, from all over the prompt."""
+        return cls("\n".join(files[:: -(-len(files) // NAMES_MAX) or 1]).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Find(_Names):
+    """Which places that are no members have these? One for each chunk, parents first. The number is the answer's."""
+
+    @classmethod
+    def of(cls, files: Sequence[str]) -> Self:
+        """Return a question for the first ones of these: nobody can use a chunk without those before it."""
+        return cls("\n".join(files[:NAMES_MAX]).encode())
+
+
+@dataclass(frozen=True, slots=True)
 class Useful:
-    """A place, and about how many names that were asked for lately it adds to what those before it have."""
+    """A place, and for how many names it is worth asking."""
 
     place: At
     names: int
@@ -67,10 +84,20 @@ class Useful:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """The places that are worth asking, the most useful one first, and those that are this daemon itself."""
+    """The places that are worth asking, the most useful one first, and those that are this daemon itself.
+
+    The names of each are those that were asked for lately, and that it adds to what those before it have.
+    """
 
     useful: Annotated[tuple[Useful, ...], Count(SEATS_MAX)]
     itself: Annotated[tuple[At, ...], Count(PLACES_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer to `Find`: places that have the first names, the one that has most first."""
+
+    useful: Annotated[tuple[Useful, ...], Count(FOUND_MAX)]
 
 
 class Asked(StrEnum):
@@ -91,5 +118,5 @@ class Told:
     why: Annotated[str, Prose(WHY_BYTES_MAX)] = ""
 
 
-TO_SCOUT: Final[Framing[Watch | Want]] = Framing(Watch, Want, bytes_max=1 << 20)
-FROM_SCOUT: Final[Framing[Ranked | Told]] = Framing(Ranked, Told, bytes_max=1 << 20)
+TO_SCOUT: Final[Framing[Watch | Want | Find]] = Framing(Watch, Want, Find, bytes_max=1 << 20)
+FROM_SCOUT: Final[Framing[Ranked | Told | Found]] = Framing(Ranked, Told, Found, bytes_max=1 << 20)

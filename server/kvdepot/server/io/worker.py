@@ -3,8 +3,8 @@
 Started by the daemon as `python -m kvdepot.server.io.worker DATA SOCKET_FD PARENT_PID DIRECTORY GUARD
 [BUCKET [PEER]]`. DATA: of `pack_parts`, empty if its jobs have no extents. GUARD: the token of `directory_guard`, may
 be empty. BUCKET: packed `BucketSettings`, where files are the objects of a bucket. PEER: packed `PeerSettings`, where
-they are the objects of another daemon. It does what it is told, and ends with its parent, with its socket, or killed:
-it has nothing to tidy up.
+they are the objects of another daemon. A spare worker learns only later, by `ServePeer`, which one. It does what it is
+told, and ends with its parent, with its socket, or killed: it has nothing to tidy up.
 
 Its first thread reads the socket, so that the end of the stream ends the process whatever else hangs. Two more do the
 jobs, each all of one: while one waits for the medium, the other verifies (both happen without the GIL).
@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,8 +30,9 @@ from kvdepot.server.io.arena_pages import ArenaPages
 from kvdepot.server.io.bucket import Bucket, BucketSettings
 from kvdepot.server.io.context import Context, NixlLink
 from kvdepot.server.io.direct_io import outcome_of
-from kvdepot.server.io.jobs import ANSWERS, JOBS, JOBS_PER_WORKER, STARTED, Answer, Job
+from kvdepot.server.io.jobs import ANSWERS, JOBS, JOBS_PER_WORKER, STARTED, Answer, Job, ServePeer
 from kvdepot.server.io.lifeline import ProcessEndError, die_with, exit_code
+from kvdepot.server.io.peer_wire import Lane, PeerSettings
 from kvdepot.server.io.perform import perform
 from kvdepot.server.storage.base import IoOutcome
 
@@ -59,26 +60,37 @@ def main(arguments: list[str]) -> int:
     if arena is not None and not packed_peer:  # its death is awaited, and takes as long as it has pages (ADR 78)
         threading.Thread(target=arena.populate, args=(path_works,), daemon=True).start()
     make_peer = _peers(packed_peer, arena) if packed_peer else None
+    contexts = []
     for _ in range(JOBS_PER_WORKER):
         context = Context(directory, bucket=bucket)
         if make_peer is not None:
             context = make_peer(directory)
         elif arena is not None:
             context = Context(directory, arena.view, arena.present, bucket)
+        contexts.append(context)
         serving = (jobs, context, entrance, daemon, sending, path_works)
         threading.Thread(target=_serve, args=serving, daemon=True).start()
     with sending, contextlib.suppress(ConnectionError):
         daemon.sendall(ANSWERS.pack(Answer(IoOutcome.OK), STARTED))
     stream = daemon.makefile("rb")
     while (frame := JOBS.read(stream)) is not None:
-        jobs.put(frame)
+        number, job = frame
+        if isinstance(job, ServePeer):
+            _use(contexts, PeerSettings.unpack(job.peer))
+        else:
+            jobs.put((number, job))
     return 0
+
+
+def _use(contexts: Sequence[Context], settings: PeerSettings) -> None:
+    for context in contexts:
+        if context.peer is not None:
+            context.peer.use(settings)
 
 
 def _peers(packed: str, arena: ArenaPages | None) -> Callable[[str], Context]:
     """Return what makes the context of a thread: it has a connection of its own, and all have one NIXL agent."""
     from kvdepot.server.io.peer_client import Peer  # TLS, which other workers never need
-    from kvdepot.server.io.peer_wire import Lane, PeerSettings
 
     settings = PeerSettings.unpack(packed)
     nixl: NixlLink | None = None

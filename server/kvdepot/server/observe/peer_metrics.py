@@ -10,6 +10,7 @@ from kvdepot.server.io.peer_wire import Lane, Refusal, Sent
 from kvdepot.server.io.scout_wire import Asked
 from kvdepot.server.observe.metric_family import PEER, Family, counter, tier_counter
 from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.tiers.peer.choice import Guest
 
 _OUTCOMES: Final = tuple(one for one in IoOutcome if one is not IoOutcome.OK)
 _REASONS: Final = (Sent.CUT, Sent.LATE, *(one for one in Refusal if one is not Refusal.NOT_ALLOWED))
@@ -69,6 +70,13 @@ PEERS: Final = (
         "Questions to peers of a long list for a summary of what they have, by outcome.",
         "outcome",
         Asked,
+        kinds=(PEER,),
+    ),
+    tier_counter(
+        "peer_guests",
+        "Peers of a long list that joined for a lookup, by outcome: whether they had some of its objects.",
+        "outcome",
+        Guest,
         kinds=(PEER,),
     ),
     counter(

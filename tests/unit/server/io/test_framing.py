@@ -16,7 +16,7 @@ from kvdepot.core.bounds import AtMost, Count
 from kvdepot.core.elements import ElementRun
 from kvdepot.core.object_keys import KeyRing
 from kvdepot.core.objectfile import Codec, ObjectName
-from kvdepot.server.io import checksum_wire, peer_wire
+from kvdepot.server.io import checksum_wire, peer_wire, scout_wire
 from kvdepot.server.io.checksum_wire import Compare, Compared, Sum, Summed
 from kvdepot.server.io.framing import HEAD, FrameError, Framing, Signed
 from kvdepot.server.io.jobs import (
@@ -43,6 +43,7 @@ from kvdepot.server.io.jobs import (
     ReadFile,
     ReadObject,
     Remove,
+    ServePeer,
     StatFiles,
     TouchFiles,
     WriteObject,
@@ -69,7 +70,7 @@ rings = st.builds(
     st.lists(st.binary(min_size=32, max_size=32), max_size=8).map(tuple),
     st.lists(st.binary(min_size=8, max_size=8), max_size=4).map(tuple),
 )
-jobs: st.SearchStrategy[Job] = st.one_of(
+jobs: st.SearchStrategy[Job | ServePeer] = st.one_of(
     st.builds(ReadObject, parts, names, u64, st.none() | extents),
     st.builds(
         WriteObject, parts, names, u64, st.sampled_from([int(codec) for codec in Codec]), u64, extents,
@@ -87,6 +88,7 @@ jobs: st.SearchStrategy[Job] = st.one_of(
         PublishFile, files, files, u64, names, st.sampled_from([int(codec) for codec in Codec]), u64, extents,
         st.none() | sums, st.booleans(), files, rings,
     ),
+    st.builds(ServePeer, st.text(st.characters(codec="utf-8"), max_size=20)),
 )  # fmt: skip
 answers = st.builds(
     Answer,
@@ -110,6 +112,7 @@ wanted = st.lists(st.builds(peer_wire.Wanted, sixteen, sixteen, st.integers(0, 2
 located = st.builds(peer_wire.Located, st.lists(st.integers(-1, 64 << 30), max_size=3).map(tuple))
 refused = st.builds(peer_wire.Refused, st.sampled_from(peer_wire.Refusal))
 lenders = st.builds(peer_wire.Lender, st.binary(max_size=400), sums, u64)
+useful = st.builds(scout_wire.Useful, st.builds(scout_wire.At, texts, u32), u64)
 FRAMINGS: list[tuple[Framing[Any], st.SearchStrategy[Any]]] = [
     (JOBS, jobs),
     (ANSWERS, answers),
@@ -162,6 +165,11 @@ FRAMINGS: list[tuple[Framing[Any], st.SearchStrategy[Any]]] = [
         peer_wire.FROM_DAEMON,
         located | refused
         | st.builds(peer_wire.Granted, u64, sums, u64, st.just(0.5), extents, st.none() | lenders),
+    ),
+    (scout_wire.TO_SCOUT, st.builds(scout_wire.Find, st.binary(max_size=99))),
+    (
+        scout_wire.FROM_SCOUT,
+        st.builds(scout_wire.Found, st.lists(useful, max_size=scout_wire.FOUND_MAX).map(tuple)),
     ),
     (peer_wire.TO_LENDER, st.builds(peer_wire.Serve, st.booleans())),
     (peer_wire.FROM_LENDER, lenders),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvdepot.server.io import peer_ranking
-from kvdepot.server.io.peer_ranking import HALF_SECONDS, KEPT, WINDOW_SECONDS, Wanted
+from kvdepot.server.io.peer_ranking import HALF_SECONDS, KEPT, WINDOW_SECONDS, Wanted, leading
 from kvdepot.server.io.peer_summary import Filter, summary_of
 
 from tests.rigs.seeds import RUN_SEED
@@ -23,6 +23,9 @@ class Known:
 
     def has(self, words: list[int]) -> list[bool]:
         return [word in self.words for word in words]
+
+    def leading(self, words: list[int]) -> int:
+        return next((count for count, word in enumerate(words) if word not in self.words), len(words))
 
 
 class World:
@@ -126,3 +129,35 @@ def test_a_place_that_has_all_names_by_chance_is_worth_nothing() -> None:
     world = World(Known(*range(100), by_chance=1.0), Known(1, 2, 3, 4))
     world.wanted.want(list(range(100)))
     assert world.best() == [(1, 4)]
+
+
+def first_of(*known: Any, words: int = 9) -> list[tuple[int, int]]:
+    return leading(known, list(range(words)))
+
+
+def test_a_lookup_is_sent_to_the_place_with_most_of_its_first_chunks() -> None:
+    assert first_of(Known(0, 1, 2), Known(*range(1, 9)), Known(*range(9)), Known()) == [(2, 9), (0, 3)]
+    assert first_of(Known(0, 1), Known(0, 1)) == [(0, 2), (1, 2)]
+    assert first_of() == [] and first_of(Known(0), words=0) == []
+
+
+def test_chunks_that_some_place_may_have_by_chance_send_a_lookup_nowhere() -> None:
+    few = [Known(0, 1, by_chance=0.008) for _ in range(2)]
+    assert first_of(*few) == [(0, 2), (1, 2)] and first_of(*few, words=1) == []
+    many = [Known(0, by_chance=0.38) for _ in range(99)]
+    assert first_of(*many, Known(*range(11), by_chance=0.38), words=11) == []
+    assert first_of(*many, Known(*range(12), by_chance=0.38), words=12) == [(99, 12)]
+    assert first_of(Known(*range(9), by_chance=1.0)) == []
+
+
+def test_few_lookups_of_what_nobody_has_are_sent_anywhere() -> None:
+    draw = random.Random(RUN_SEED)
+
+    def full() -> Filter:
+        return Filter(summary_of([np.array([draw.getrandbits(64) for _ in range(4000)], np.uint64).tobytes()], 1))
+
+    filters = [full() for _ in range(16)]
+    assert all(0.004 < one.by_chance < 0.02 for one in filters)
+    lookups = [[draw.getrandbits(64) for _ in range(16)] for _ in range(1000)]
+    assert sum(bool(leading(filters, words)) for words in lookups) < 15
+    assert any(one.leading(words) for one in filters for words in lookups), "some seem to be there"

@@ -1,17 +1,34 @@
 """Which of the listed places are peers of a tier: those whose summaries have what is asked for, then by hash (ADR 85).
 
 To exchange a peer costs a start of its workers. So it is done rarely, one at a time, and never while one is read from.
+
+A *guest* is a place that joins for a lookup, because its summary has what no member has (ADR 86). It is one member more
+than there are seats. If it has nothing, it leaves. Otherwise a useless member leaves for it, as soon as one may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from math import inf
 from typing import Final
 
 from kvdepot.server.tiers.peer.places import Place
 
 EXCHANGE_SECONDS: Final = 5.0
-"""At least between two exchanges."""
+"""At least between two exchanges, and so long a guest stays at least."""
+GUESTS_AT_ONCE: Final = 4
+GUEST_SECONDS: Final = 1.0
+"""So many guests may come one after the other, and then one in so many seconds: each costs a start of workers."""
+SHUNNED_SECONDS: Final = 30.0
+"""A guest that had nothing, or did not answer, is not chosen again for so long, whatever its summary says."""
+
+
+class Guest(StrEnum):
+    """What a guest had. The values are labels of counters."""
+
+    USEFUL = "useful"  # something of what it was asked for
+    USELESS = "useless"  # nothing, or it did not answer
 
 
 class Choice:
@@ -31,6 +48,11 @@ class Choice:
         self._listed: tuple[Place, ...] = ()
         self._itself: frozenset[Place] = frozenset()
         self._useful: dict[Place, int] = {}
+        self.guest: Place | None = None
+        """A member of which nobody knows yet whether it has something."""
+        self._invited: dict[Place, tuple[float, int]] = {}  # since when, and for how many names
+        self._shunned_until: dict[Place, float] = {}
+        self._invites_from = -inf
         self.members: tuple[Place, ...] = ()
 
     @property
@@ -39,9 +61,20 @@ class Choice:
         return self._listed
 
     @property
-    def names(self) -> Mapping[Place, int]:
-        """Return about how many names that were asked for lately each useful member adds."""
-        return {place: self._useful[place] for place in self.members if place in self._useful}
+    def full(self) -> bool:
+        """Return whether all seats are taken, and that of a guest too."""
+        return len(self.members) > self._most
+
+    @property
+    def invites(self) -> bool:
+        """Return whether `invite` may return True now. Several lookups may have the same guest."""
+        return self.guest is not None or (not self.full and self._invites_from <= self._clock())
+
+    def why(self, place: Place) -> str:
+        """Return why this place is a member."""
+        if place in self._useful:
+            return f"by summary: {self._useful[place]} names"
+        return f"by lookup: {self._invited[place][1]} names" if place in self._invited else "by hash"
 
     def list(self, places: Iterable[Place]) -> None:
         """Choose from these from now on."""
@@ -56,16 +89,58 @@ class Choice:
 
     def exchange(self) -> bool:
         """Exchange one member if it is time. Return whether another exchange waits for its time."""
-        wanted = next((place for place in self._useful if place in self._listed and place not in self.members), None)
+        wanted = next((place for place in self._useful if place not in self.members and self._may_join(place)), None)
+        if self.full and self.guest is None and (idle := self._idle()):
+            self._take_out(idle[-1])
+        if self.full:
+            return True
         if wanted is None or not self._useless():
             return False
         if self._clock() < self._exchange_at + self._exchange_seconds:
             return True
-        idle = [place for place in self._useless() if not self._busy(place)]
-        if idle:
+        if idle := self._idle():
             self._exchange_at = self._clock()
-            self.members = self._ordered({*self.members, wanted} - {idle[-1]})
+            self._take_out(idle[-1])
+            self.members = self._ordered({*self.members, wanted})
         return True
+
+    def invite(self, place: Place, names: int) -> bool:
+        """Have a place as a guest that may have so many names of a lookup. Return whether it is a member now."""
+        if place in self.members:
+            return True
+        if self.guest is not None or not self.invites or not self._may_join(place):
+            return False
+        now = self._clock()
+        credit = (GUESTS_AT_ONCE - 1) * GUEST_SECONDS
+        self._invites_from = max(self._invites_from, now - credit) + GUEST_SECONDS
+        self.guest = place
+        self._invited[place] = now, names
+        self.members = self._ordered({*self.members, place})
+        return True
+
+    def judge(self, *, useful: bool) -> None:
+        """Note whether the guest has answered with something. Otherwise it leaves."""
+        assert self.guest is not None
+        place, self.guest = self.guest, None
+        if useful:
+            self._invited[place] = self._clock(), self._invited[place][1]  # its answer may have taken long
+        else:
+            self._shunned_until[place] = self._clock() + SHUNNED_SECONDS
+            self._take_out(place)
+
+    def _may_join(self, place: Place) -> bool:
+        there = place in self._listed and place not in self._itself
+        return there and self._shunned_until.get(place, -inf) <= self._clock()
+
+    def _take_out(self, place: Place) -> None:
+        self._invited.pop(place, None)
+        self.members = tuple(one for one in self.members if one != place)
+
+    def _idle(self) -> Sequence[Place]:
+        """Return the useless members that may leave now, the last one by hash last."""
+        since = self._clock() - self._exchange_seconds
+        stays = {self.guest, *(place for place, (at, _) in self._invited.items() if at > since)}
+        return [place for place in self._useless() if place not in stays and not self._busy(place)]
 
     def _useless(self) -> tuple[Place, ...]:
         """Return the members that are not among the useful places, the last one by hash last."""
@@ -79,6 +154,10 @@ class Choice:
             if len(members) < self._most and place not in members:
                 members.append(place)
         self.members = self._ordered(members)
+        self._invited = {place: how for place, how in self._invited.items() if place in members}
+        self._shunned_until = {place: until for place, until in self._shunned_until.items() if place in there}
+        if self.guest not in members:
+            self.guest = None
 
     def _ordered(self, places: Iterable[Place]) -> tuple[Place, ...]:
         return tuple(sorted(places, key=self._order))

@@ -19,8 +19,11 @@ from kvdepot.server.io.scout_wire import (
     TO_SCOUT,
     Asked,
     At,
+    Find,
+    Found,
     Ranked,
     Told,
+    Useful,
     Want,
     Watch,
 )
@@ -31,8 +34,10 @@ from kvdepot.server.tiers.peer.places import Place
 _MODULE: Final = "kvdepot.server.io.peer_scout"
 SUMMARY_SECONDS: Final = 30.0
 """Between two questions to a place."""
-
-
+FIND_SECONDS: Final = 0.05
+"""A lookup waits so long for the scout."""
+_NICENESS: Final = 5
+"""As I/O workers: lookups wait for it."""
 _BYTES_MIN: Final = 16 << 20
 _BYTES_MAX: Final = 128 << 20
 _RAM_SHARE: Final = 256
@@ -67,6 +72,9 @@ class Scout:
         self._watch: Watch | None = None
         self._refused: dict[At, str] = {}
         self._started_at = 0.0
+        self._finds: dict[int, tuple[Callable[[Sequence[Useful]], None], asyncio.TimerHandle]] = {}
+        self._last_find = 0
+        self._late = False  # with an answer
         self._backoff = Backoff()
         self._respawn: asyncio.TimerHandle | None = None
 
@@ -91,6 +99,27 @@ class Scout:
         if self._stream.running and not self._stream.unsent:
             self._stream.send(TO_SCOUT.pack(Want.of(files)))
 
+    def find(self, files: Sequence[str], found: Callable[[Sequence[Useful]], None]) -> None:
+        """Ask which places that are no members have the first of these, and how many. `found` is called once, soon.
+
+        It gets nothing if the scout is busy: no lookup waits for one that has not answered another in time.
+        """
+        if not self._stream.running or self._stream.unsent or self._late:
+            found(())
+            return
+        self._last_find = number = self._last_find + 1
+        self._finds[number] = found, self._loop.call_later(FIND_SECONDS, self._not_found, number)
+        self._stream.send(TO_SCOUT.pack(Find.of(files), number))
+
+    def _not_found(self, number: int) -> None:
+        self._late = True
+        self._answer(number, ())
+
+    def _answer(self, number: int, useful: Sequence[Useful]) -> None:
+        found, timer = self._finds.pop(number)
+        timer.cancel()
+        found(useful)
+
     def use_names(self, names: tuple[str, ...]) -> None:
         """Believe peers whose certificates have these names, and forget all that is known."""
         self._peer = replace(self._peer, names=names)
@@ -109,6 +138,12 @@ class Scout:
         self._stream.end()
         self._received.clear()
         self._refused.clear()
+        self._forget_finds()
+
+    def _forget_finds(self) -> None:
+        self._late = False
+        for number in tuple(self._finds):
+            self._answer(number, ())
 
     def _start(self) -> None:
         self._respawn = None
@@ -116,7 +151,7 @@ class Scout:
         self._received.clear()
         self._started_at = self._loop.time()
         try:
-            self._stream.start(_MODULE, lambda fd: (fd, os.getpid(), *arguments))
+            self._stream.start(_MODULE, lambda fd: (fd, os.getpid(), *arguments), niceness=_NICENESS)
         except OSError as error:
             self._start_later(f"cannot be started: {error}")
             return
@@ -139,13 +174,18 @@ class Scout:
             self._stream.end()
             self._ended(f"sent {error}")
             return
-        for _, message in messages:
-            if isinstance(message, Ranked):
+        for number, message in messages:
+            if isinstance(message, Found):
+                self._late = False
+                if number in self._finds:
+                    self._answer(number, message.useful)
+            elif isinstance(message, Ranked):
                 self._ranked(message)
             else:
                 self._told(message)
 
     def _ended(self, why: str) -> None:
+        self._forget_finds()
         self._backoff.ran(self._loop.time() - self._started_at)
         self._start_later(why)
 

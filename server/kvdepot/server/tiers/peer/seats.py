@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
-from kvdepot.server.io.scout_wire import Ranked
+from kvdepot.server.io.scout_wire import Ranked, Useful
 from kvdepot.server.platform.guard import Guard
-from kvdepot.server.tiers.peer.choice import Choice
+from kvdepot.server.tiers.peer.choice import Choice, Guest
 from kvdepot.server.tiers.peer.group import PeerGroup
 from kvdepot.server.tiers.peer.places import Place
 from kvdepot.server.tiers.peer.scout import Scout
@@ -22,9 +23,14 @@ class Seats:
 
     def __init__(
         self, choice: Choice, group: PeerGroup, scout: Callable[[Callable[[Ranked], None]], Scout], *, most: int,
-        loop: asyncio.AbstractEventLoop, joined: Callable[[], None], guard: Guard,
+        loop: asyncio.AbstractEventLoop, joined: Callable[[], None], count: Callable[[str, float], None], guard: Guard,
     ) -> None:  # fmt: skip
-        """Take nobody in yet. `scout` makes one that calls what it is given. `joined`: there is another member."""
+        """Take nobody in yet. `scout` makes one that calls what it is given. `joined`: there is another member.
+
+        Counts `peer_guests.` and what they had.
+        """
+        self._count = count
+        self._guard = guard
         self._seat_safely = guard.safe("choosing peers", self._seat)
         self._choice = choice
         self._group = group
@@ -47,6 +53,40 @@ class Seats:
             self._timer.cancel()
         self.scout.close()
 
+    # Lookups, and guests for them
+
+    def asked(self, files: Sequence[str]) -> None:
+        """Tell the scout what a lookup asks for."""
+        self.scout.want(files)
+
+    def seek(self, files: Sequence[str], found: Callable[[Place | None], None]) -> None:
+        """Have a place join as a guest that may have these. `found` is called once, soon: None if there is none."""
+        if self._choice.invites:
+            self.scout.find(files, partial(self._found, found))
+        else:
+            found(None)
+
+    def _found(self, found: Callable[[Place | None], None], useful: Sequence[Useful]) -> None:
+        found(self._guard.value("inviting a peer", None, self._invited, useful))
+
+    def _invited(self, useful: Sequence[Useful]) -> Place | None:
+        for one in useful:
+            place = one.place.host, one.place.port
+            if self._choice.invite(place, one.names):
+                self._use()
+                return place
+        return None
+
+    def judge(self, place: Place, useful: bool) -> None:
+        """Note whether a place had something, if it is the guest: another lookup may have shown that already."""
+        if place != self._choice.guest:
+            return
+        self._count(f"peer_guests.{Guest.USEFUL if useful else Guest.USELESS}", 1)
+        self._choice.judge(useful=useful)
+        self._seat()
+        if useful:
+            self._joined()
+
     def _ranked(self, ranked: Ranked) -> None:
         useful = [((one.place.host, one.place.port), one.names) for one in ranked.useful]
         self._choice.rank(useful, [(at.host, at.port) for at in ranked.itself])
@@ -59,11 +99,15 @@ class Seats:
             self._timer = None
         if self._choice.exchange():
             self._timer = self._loop.call_later(_LOOK_SECONDS, self._seat_safely)
-        members, names, listed = self._choice.members, self._choice.names, self._choice.listed
-        why = {one: f"by summary: {names[one]} names" if one in names else "by hash" for one in members}
-        there_is_a_choice = len(listed) > self._most
-        joined = self._group.use(members, why if there_is_a_choice else {})
-        if there_is_a_choice:
-            self.scout.watch(listed, members)
-        if joined:
+        if self._use():
             self._joined()
+
+    def _use(self) -> bool:
+        """Let the group and the scout know who the members are. Return whether one of them is new."""
+        choice = self._choice
+        there_is_a_choice = len(choice.listed) > self._most
+        why = {place: choice.why(place) for place in choice.members} if there_is_a_choice else {}
+        joined = self._group.use(choice.members, why, spare=there_is_a_choice and not choice.full)
+        if there_is_a_choice:
+            self.scout.watch(choice.listed, choice.members)
+        return joined

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from kvdepot.core.report import TierStatus
 from kvdepot.server.io.jobs import Probe
 from kvdepot.server.io.scout_wire import Ranked
-from kvdepot.server.platform.addresses import TCP, url_address
 from kvdepot.server.platform.guard import Guard, tier_guard
 from kvdepot.server.storage.base import IoOutcome, ObjectName, Stored, TierListener, TierTraits
 from kvdepot.server.storage.shared_layout import PROBE, object_file
@@ -24,7 +22,7 @@ from kvdepot.server.tiers.peer.group import PeerGroup
 from kvdepot.server.tiers.peer.places import Finder, Place, order_of
 from kvdepot.server.tiers.peer.scout import Scout, summaries_bytes
 from kvdepot.server.tiers.peer.seats import Seats
-from kvdepot.server.tiers.peer.source import SourceWorkers
+from kvdepot.server.tiers.peer.source import SourceWorkers, path_of
 from kvdepot.server.tiers.pools import TierContext
 from kvdepot.server.tiers.shared.prober import Prober
 from kvdepot.server.tiers.shared.tier import SharedTier
@@ -53,7 +51,7 @@ class PeerTier(SharedTier):
             guard = tier_guard(config.name, context.count, context.log, context.loop.time)
             self._workers = PeerGroup(
                 self._made, name=config.name, arena_id=context.arena_id, loop=context.loop, log=context.log,
-                guard=guard, asked=self._asked,
+                guard=guard, elsewhere=lambda: self._seats,
             )  # fmt: skip
             self._seats = self._made_seats(self._workers, guard)
         self._prober = Prober(
@@ -70,13 +68,13 @@ class PeerTier(SharedTier):
             )  # fmt: skip
         self._start: Callable[[], None] | None = None  # once it is known where peers are
 
-    def _made(self, place: Place) -> SourceWorkers:
-        """Return workers of the peer at this place, without processes."""
-        (host, port), config = place, self._peer_config
-        peer = replace(self._peer, host=host, port=port)
-        config = replace(config, path=Path(f"{TCP}{url_address(host, port)}"))
+    def _made(self, place: Place | None) -> SourceWorkers:
+        """Return workers of the peer at this place, or of none yet, without processes."""
+        config, peer = self._peer_config, self._peer
+        if place is not None:
+            config, peer = replace(config, path=path_of(place)), replace(peer, host=place[0], port=place[1])
         pool = self._context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, peer=peer.pack())
-        return SourceWorkers(pool, peer, place=str(config.path), log=self._context.log, count=self._context.count)
+        return SourceWorkers(pool, peer, log=self._context.log, count=self._context.count)
 
     def _made_seats(self, group: PeerGroup, guard: Guard) -> Seats:
         config, context = self._peer_config, self._context
@@ -95,12 +93,9 @@ class PeerTier(SharedTier):
             )  # fmt: skip
 
         return Seats(
-            choice, group, made_scout, most=config.peers_max, loop=context.loop, joined=self._peer_joined, guard=guard
-        )
-
-    def _asked(self, files: Sequence[str]) -> None:
-        assert self._seats is not None
-        self._seats.scout.want(files)
+            choice, group, made_scout, most=config.peers_max, loop=context.loop, joined=self._peer_joined,
+            count=context.count, guard=guard,
+        )  # fmt: skip
 
     def _peer_joined(self) -> None:
         """Ask again for what nobody had: another peer may have it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvdepot.server.tiers.peer.choice import EXCHANGE_SECONDS, Choice
+from kvdepot.server.tiers.peer.choice import EXCHANGE_SECONDS, GUEST_SECONDS, GUESTS_AT_ONCE, SHUNNED_SECONDS, Choice
 from kvdepot.server.tiers.peer.places import Place, order_of
 
 NODES = [(f"10.0.0.{number}", 7448) for number in range(1, 33)]
@@ -74,7 +74,7 @@ def test_a_useful_place_takes_the_place_of_the_last_one_by_hash() -> None:
     assert world.members == set(before), "to be exchanged in time"
     world.exchange()
     assert world.members == {*before[:-1], useful}
-    assert world.choice.names == {useful: 10}
+    assert world.choice.why(useful) == "by summary: 10 names" and world.choice.why(before[0]) == "by hash"
     assert world.exchange(3) == [False] * 3 and world.members == {*before[:-1], useful}
 
 
@@ -141,3 +141,92 @@ def test_a_free_seat_is_for_a_useful_place_at_once() -> None:
     world.rank(useful)
     world.choice.list([place for place in NODES if place != leaves])
     assert useful in world.members
+
+
+def test_a_guest_is_one_more_member_until_it_is_known_what_it_has() -> None:
+    world = World()
+    before, guest = world.members, world.others[-1]
+    assert world.choice.invites
+    assert world.choice.invite(guest, 7)
+    assert world.members == {*before, guest} and world.choice.full
+    assert world.choice.why(guest) == "by lookup: 7 names"
+    assert world.exchange() == [True] and world.members == {*before, guest}, "nobody leaves for a guest by chance"
+    world.choice.judge(useful=False)
+    assert world.members == before and world.choice.exchange() is False
+
+
+def test_a_guest_that_has_something_stays_and_a_useless_peer_leaves_at_once() -> None:
+    world = World()
+    before, (guest, useful) = world.choice.members, world.others[:2]
+    world.rank(useful)
+    world.exchange()
+    assert world.choice.invite(guest, 7)
+    world.now += EXCHANGE_SECONDS
+    world.choice.judge(useful=True)
+    world.choice.exchange()
+    assert world.members == {*before[:-2], useful, guest} and not world.choice.full
+
+
+def test_a_guest_that_has_something_stays_for_a_while_also_if_it_is_not_ranked_yet() -> None:
+    world = World(most=1)
+    (before,), (first, second, third) = world.choice.members, world.others[:3]
+    for guest in (first, second):
+        assert world.choice.invite(guest, 7)
+        world.choice.judge(useful=True)
+        world.choice.exchange()
+    assert world.members == {first, second} and before not in world.members
+    assert not world.choice.invites and not world.choice.invite(third, 7), "there is one seat for guests"
+    world.rank(second)
+    assert world.choice.exchange() and world.members == {first, second}
+    world.now += EXCHANGE_SECONDS
+    world.busy.add(first)
+    assert world.choice.exchange() and world.members == {first, second}, "it is being read from"
+    world.busy.clear()
+    world.choice.exchange()
+    assert world.members == {second} and world.choice.invites
+
+
+def test_several_lookups_may_have_the_same_guest_and_no_other_one_meanwhile() -> None:
+    world = World()
+    guest, other = world.others[:2]
+    assert world.choice.invite(guest, 7)
+    assert world.choice.invites and world.choice.invite(guest, 7) and not world.choice.invite(other, 7)
+    assert world.choice.invite(world.choice.members[0], 7), "it joined while the scout was asked"
+    world.choice.judge(useful=True)
+    assert guest in world.members and world.choice.guest is None
+
+
+def test_a_guest_that_had_nothing_is_not_invited_again_for_a_while() -> None:
+    world = World()
+    guest, other = world.others[:2]
+    world.choice.invite(guest, 7)
+    world.choice.judge(useful=False)
+    assert not world.choice.invite(guest, 7) and world.choice.invite(other, 7)
+    world.choice.judge(useful=False)
+    world.now += SHUNNED_SECONDS
+    assert world.choice.invite(guest, 7)
+
+
+def test_guests_come_at_a_bounded_rate() -> None:
+    world = World()
+    guests = world.others
+    for guest in guests[:GUESTS_AT_ONCE]:
+        assert world.choice.invite(guest, 7)
+        world.choice.judge(useful=False)
+    for guest in guests[GUESTS_AT_ONCE : GUESTS_AT_ONCE + 3]:
+        assert not world.choice.invites and not world.choice.invite(guest, 7)
+        world.now += GUEST_SECONDS
+        assert world.choice.invite(guest, 7)
+        world.choice.judge(useful=False)
+
+
+def test_who_is_not_listed_or_is_this_daemon_is_no_guest() -> None:
+    world = World()
+    itself, gone, guest = world.others[:3]
+    world.choice.rank([], [itself])
+    world.choice.list([place for place in NODES if place != gone])
+    assert not world.choice.invite(itself, 7) and not world.choice.invite(gone, 7)
+    assert world.choice.invite(guest, 7)
+    world.choice.list([place for place in NODES if place != guest])
+    assert guest not in world.members and world.choice.guest is None
+    assert world.choice.invite(gone, 7), "it is back, and nobody else is a guest"

@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 from kvdepot.server.io.peer_wire import PeerSettings
-from kvdepot.server.io.scout_wire import FROM_SCOUT, NAMES_MAX, PLACES_MAX, TO_SCOUT, Asked, At, Ranked, Told, Want
+from kvdepot.server.io.scout_wire import (
+    FROM_SCOUT,
+    NAMES_MAX,
+    PLACES_MAX,
+    TO_SCOUT,
+    Asked,
+    At,
+    Find,
+    Found,
+    Ranked,
+    Told,
+    Useful,
+    Want,
+)
 from kvdepot.server.storage.shared_layout import object_file
 from kvdepot.server.tiers.conformance_harness import name_of
 from kvdepot.server.tiers.peer.scout import Scout, summaries_bytes
@@ -28,15 +41,18 @@ class Stream:
         self.running = False
         self.unsent = False
         self.sent: list[Any] = []
+        self.numbers: list[int] = []
         self.starts = 0
 
-    def start(self, module: str, arguments: Callable[[int], Sequence[object]]) -> None:
+    def start(self, module: str, arguments: Callable[[int], Sequence[object]], *, niceness: int) -> None:
         assert all(isinstance(one, str | int | float) for one in arguments(3))
         self.starts += 1
         self.running = True
 
     def send(self, data: bytes) -> None:
-        self.sent += [message for _, message in TO_SCOUT.take(bytearray(data))]
+        for number, message in TO_SCOUT.take(bytearray(data)):
+            self.sent.append(message)
+            self.numbers.append(number)
 
     def end(self) -> None:
         self.running = False
@@ -46,6 +62,7 @@ class World:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.ranked: list[Ranked] = []
+        self.found: list[Sequence[Useful]] = []
         self.scout = Scout(
             PeerSettings("", 0, "c", "k", "a", ("DNS:a",), 6.0), name="fleet", arena_id=7, seats=4, every_seconds=30.0,
             bytes_max=1 << 20, loop=asyncio.get_running_loop(), log=logging.getLogger("tests.scout"),
@@ -57,8 +74,14 @@ class World:
     def _count(self, name: str, amount: float) -> None:
         self.counts[name] += int(amount)
 
-    def says(self, message: Ranked | Told) -> None:
-        frame = FROM_SCOUT.pack(message)
+    def find(self) -> int:
+        """Return the number of the question, 0 if there is none."""
+        asked = len(self.stream.sent)
+        self.scout.find([f"{number}" for number in range(100)], self.found.append)
+        return self.stream.numbers[-1] if len(self.stream.sent) > asked else 0
+
+    def says(self, message: Ranked | Told | Found, number: int = 0) -> None:
+        frame = FROM_SCOUT.pack(message, number)
         self.scout._on_data(frame[:5])
         self.scout._on_data(frame[5:])
 
@@ -157,6 +180,51 @@ def test_nobody_is_started_again_after_the_end() -> None:
         assert world.stream.starts == 1
         world.scout.use_names(("DNS:b",))
         assert world.stream.starts == 1, "nobody is to be asked"
+
+    in_loop(test)
+
+
+FOUND = (Useful(AT, 5),)
+
+
+def test_a_lookup_is_told_who_has_the_first_names_of_it() -> None:
+    async def test(world: World) -> None:
+        assert world.find() == 0 and world.found == [()], "nobody is to be asked"
+        world.scout.watch(PLACES, [])
+        first, second = world.find(), world.find()
+        assert isinstance(find := world.stream.sent[-1], Find)
+        assert find.names() == [f"{number}" for number in range(NAMES_MAX)]
+        world.says(Found(()), second)
+        world.says(Found(FOUND), first)
+        assert world.found == [(), (), FOUND]
+
+    in_loop(test)
+
+
+def test_no_lookup_waits_for_a_scout_that_is_late_or_has_still_to_take_in_others() -> None:
+    async def test(world: World) -> None:
+        world.scout.watch(PLACES, [])
+        number = world.find()
+        await until(lambda: world.found, "it is answered without the scout")
+        assert world.found == [()] and not world.find() and world.found == [(), ()]
+        world.says(Found(FOUND), number)
+        assert world.found == [(), ()], "each is answered once"
+        again = world.find()
+        world.says(Found(FOUND), again)
+        assert world.found == [(), (), FOUND]
+        world.stream.unsent = True
+        assert not world.find() and world.found[-1] == ()
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("how", ["dies", "close"])
+def test_a_lookup_does_not_wait_for_a_scout_that_has_ended(how: str) -> None:
+    async def test(world: World) -> None:
+        world.scout.watch(PLACES, [])
+        world.find()
+        getattr(world if how == "dies" else world.scout, how)()
+        assert world.found == [()]
 
     in_loop(test)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,10 +25,21 @@ class Scout:
     def __init__(self, ranked: Callable[[Ranked], None]) -> None:
         self.ranked = ranked
         self.watches: list[tuple[Sequence[Place], Sequence[Place]]] = []
+        self.wanted: list[Sequence[str]] = []
+        self.finds: list[tuple[Sequence[str], Callable[[Sequence[Useful]], None]]] = []
         self.closed = 0
 
     def watch(self, places: Sequence[Place], members: Sequence[Place]) -> None:
         self.watches.append((places, members))
+
+    def want(self, files: Sequence[str]) -> None:
+        self.wanted.append(files)
+
+    def find(self, files: Sequence[str], found: Callable[[Sequence[Useful]], None]) -> None:
+        self.finds.append((files, found))
+
+    def finds_at(self, *places: Place) -> None:
+        self.finds.pop(0)[1]([Useful(At(*place), 7) for place in places])
 
     def close(self) -> None:
         self.closed += 1
@@ -37,10 +49,14 @@ class Group:
     def __init__(self) -> None:
         self.why: Mapping[Place, str] = {}
         self.members: set[Place] = set()
+        self.spare = False
 
-    def use(self, places: Iterable[Place], why: Mapping[Place, str]) -> bool:
+    def has_spare(self) -> bool:
+        return self.spare
+
+    def use(self, places: Iterable[Place], why: Mapping[Place, str], *, spare: bool) -> bool:
         new = set(places) - self.members
-        self.members, self.why = set(places), why
+        self.members, self.why, self.spare = set(places), why, spare
         return bool(new)
 
 
@@ -50,20 +66,30 @@ class World:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.joined = 0
+        self.found: list[Place | None] = []
+        self.busy: set[Place] = set()
+        self.counts: Counter[str] = Counter()
         self.group = Group()
         group: Any = self.group
         choice = Choice(
-            2, order=lambda place: place[0].encode(), busy=lambda _: False, clock=loop.time, exchange_seconds=0.05
-        )
+            2, order=lambda place: place[0].encode(), busy=self.busy.__contains__, clock=loop.time,
+            exchange_seconds=0.05,
+        )  # fmt: skip
         made: Any = Scout
         self.seats = Seats(
-            choice, group, made, most=2, loop=loop, joined=self._joined,
+            choice, group, made, most=2, loop=loop, joined=self._joined, count=self._count,
             guard=Guard(lambda _: None, logging.getLogger("tests.seats")),
         )  # fmt: skip
         self.scout: Any = self.seats.scout
 
+    def _count(self, name: str, amount: float) -> None:
+        self.counts[name] += int(amount)
+
     def _joined(self) -> None:
         self.joined += 1
+
+    def seek(self) -> None:
+        self.seats.seek(["x"], self.found.append)
 
     def rank(self, *useful: Place, itself: Sequence[Place] = ()) -> None:
         named = tuple(Useful(At(*place), 7) for place in useful)
@@ -115,5 +141,80 @@ def test_what_is_known_of_a_long_list_does_not_count_for_a_short_one() -> None:
         assert NODES[0] not in world.group.members
         world.seats.list(NODES[:2])
         assert world.group.members == set(NODES[:2]) and not world.group.why
+
+    in_loop(test)
+
+
+def test_a_place_that_may_have_what_is_missing_joins_at_once_and_has_a_seat_if_it_has_it() -> None:
+    async def test(world: World) -> None:
+        world.seats.list(NODES)
+        joined = world.joined
+        world.seek()
+        world.scout.finds_at(NODES[5], NODES[6])
+        assert world.found == [NODES[5]] and world.group.members == {*NODES[:2], NODES[5]}
+        assert world.group.why[NODES[5]] == "by lookup: 7 names"
+        assert world.scout.watches[-1] == (tuple(NODES), (*NODES[:2], NODES[5]))
+        assert world.joined == joined, "it is not known yet what it has"
+        world.seats.judge(NODES[5], useful=True)
+        world.seats.judge(NODES[5], useful=False)
+        assert world.group.members == {NODES[0], NODES[5]} and world.joined == joined + 1, "it is known already"
+        assert world.counts == {"peer_guests.useful": 1}
+
+    in_loop(test)
+
+
+def test_a_guest_that_has_nothing_leaves_and_the_next_best_is_asked_instead() -> None:
+    async def test(world: World) -> None:
+        world.seats.list(NODES)
+        joined = world.joined
+        world.seek()
+        world.scout.finds_at(NODES[5], NODES[6])
+        world.seats.judge(NODES[5], useful=False)
+        assert world.group.members == set(NODES[:2]) and world.joined == joined
+        assert world.counts == {"peer_guests.useless": 1}
+        world.seek()
+        world.scout.finds_at(NODES[5], NODES[6])
+        assert world.found == [NODES[5], NODES[6]]
+        world.seek()
+        world.scout.finds_at()
+        assert world.found[-1] is None
+
+    in_loop(test)
+
+
+def test_the_scout_is_not_asked_while_nobody_could_join() -> None:
+    async def test(world: World) -> None:
+        world.seats.list(NODES)
+        for guest in NODES[5:8]:
+            world.busy.add(guest)
+            world.seek()
+            world.scout.finds_at(guest)
+            world.seats.judge(guest, useful=True)
+        assert world.group.members == set(NODES[5:8])
+        world.seek()
+        assert world.found == [*NODES[5:8], None] and not world.scout.finds
+
+    in_loop(test)
+
+
+def test_a_spare_is_kept_while_another_peer_could_join() -> None:
+    async def test(world: World) -> None:
+        world.seats.list(NODES[:2])
+        assert not world.group.has_spare(), "all listed peers have joined"
+        world.seats.list(NODES)
+        assert world.group.has_spare()
+        world.seek()
+        world.scout.finds_at(NODES[5])
+        assert not world.group.has_spare()
+        world.seats.judge(NODES[5], useful=True)
+        assert world.group.has_spare()
+
+    in_loop(test)
+
+
+def test_the_scout_is_told_of_each_lookup() -> None:
+    async def test(world: World) -> None:
+        world.seats.asked(["x"])
+        assert world.scout.wanted == [["x"]]
 
     in_loop(test)
