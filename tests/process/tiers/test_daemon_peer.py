@@ -102,6 +102,35 @@ def _disabled(engine: RawEngine, reader: DaemonProcess, keys: list[bytes]) -> bo
 
 
 @pytest.mark.requirement("N3")
+@pytest.mark.parametrize("listed", [False, True], ids=["one peer", "a list"])
+def test_what_was_absent_is_asked_for_again_when_its_source_is_back(
+    fleet: Fleet, tmp_path: Path, listed: bool
+) -> None:
+    keys, port = keys_of("back", 6), fleet.port()
+    source = fleet.source(port=port)
+    file = tmp_path / "peers"
+    file.write_text(f"127.0.0.1:{port}\n")
+    reader = fleet.reader(
+        port, url=f"file://{file}" if listed else "", deadline="2s", ram="1GiB",
+        more='[policy]\nnegative_ttl = "1h"\n',
+    )  # fmt: skip
+    with RawEngine(reader.socket) as engine:
+        wait_until(lambda: not engine.locate(keys) and counter(reader, "shared_probes.peer-0/absent"), "it is absent")
+        stored(source, keys)
+        assert engine.locate(keys) == 0, "it is remembered as absent"
+        source.kill()
+        wait_until(lambda: _fails(engine, reader), "nobody answers")
+        source.start()  # its RAM was adopted: the bytes are verified, and are the same
+        assert served_again(engine, keys) == payloads(keys)
+
+
+def _fails(engine: RawEngine, reader: DaemonProcess) -> bool:
+    """Ask for what nobody has asked for."""
+    engine.locate(keys_of(os.urandom(4).hex(), 1))
+    return counter(reader, "shared_probes.peer-0/failed") > 0
+
+
+@pytest.mark.requirement("N3")
 def test_what_the_source_evicts_after_the_lookup_is_a_miss(fleet: Fleet) -> None:
     keys = keys_of("evicted", 6)
     source = fleet.source()

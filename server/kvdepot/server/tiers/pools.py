@@ -29,14 +29,14 @@ class TierContext:
 
     def data_pool(
         self, config: LowerTierConfig, *, probe: Probe, failing: frozenset[IoOutcome] = FAILING, bucket: str = "",
-        peer: str = "",
+        peer: str = "", changed: Callable[[], None] = lambda: None,  # the engine asks at every tick
     ) -> IoPool:  # fmt: skip
         """Return a pool of workers that have the arena.
 
-        `bucket`, `peer`: packed `BucketSettings` or `PeerSettings`, instead of a directory.
+        `bucket`, `peer`: packed `BucketSettings` or `PeerSettings`, instead of a directory. `changed`: see `IoPool`.
         """
         settings = WorkerSettings(config.path, self.data, bucket=bucket, peer=peer)
-        return self._pool(config, settings, config.io_workers, self.registry, probe, failing)
+        return self._pool(config, settings, config.io_workers, self.registry, probe, failing, changed)
 
     def journal_pool(self, config: LowerTierConfig, *, probe: Probe) -> IoPool:
         """Return a pool of one worker, which is never given a loan."""
@@ -44,12 +44,11 @@ class TierContext:
 
     def _pool(
         self, config: LowerTierConfig, settings: WorkerSettings, workers: int, registry: WorkerRegistry | None,
-        probe: Probe, failing: frozenset[IoOutcome],
+        probe: Probe, failing: frozenset[IoOutcome], changed: Callable[[], None] = lambda: None,
     ) -> IoPool:  # fmt: skip
         breaker = Breaker(failures_max=config.failures, probe_every_seconds=config.probe_seconds, clock=self.loop.time)
         return IoPool(
             settings=settings, workers=workers, deadline_seconds=config.deadline_seconds, breaker=breaker,
             registry=registry, loop=self.loop, log=self.log, count=self.count,
-            changed=lambda: None,  # the engine asks at every tick
-            failing=failing, probe=probe,
+            changed=changed, failing=failing, probe=probe,
         )  # fmt: skip

@@ -33,8 +33,11 @@ class PeerFigures:
     def asked(self, job: Job) -> None:
         self.reading += isinstance(job, ReadFile)
 
-    def answered(self, job: Job, answer: Answer) -> None:
+    def answered(self, job: Job, answer: Answer) -> bool:
+        """Note an answer. Return whether the peer is back after a failure, or another daemon than before."""
         works = answer.outcome is IoOutcome.OK
+        is_another = self.source_id and answer.source_id not in (0, self.source_id)
+        is_back = works and bool(self.fails or is_another)
         self.source_id = answer.source_id or self.source_id
         if works or answer.outcome in FAILURES:
             self.fails, self._why = not works, answer.detail or answer.outcome.value
@@ -50,6 +53,7 @@ class PeerFigures:
         elif isinstance(job, StatFiles) and works:
             self._lookups += 1
             self._lookup_seconds += answer.seconds
+        return is_back
 
     def status(self, address: str, workers: Workers, *, itself: bool = False) -> PeerStatus:
         """Return the status of the peer at this address, which has these workers."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from typing import Final
 
 from kvdepot.core.report import PeerStatus
-from kvdepot.server.io.jobs import Answer, Job, Priority, ReadFile
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, ReadFile
 from kvdepot.server.io.peer_wire import Lane, PeerSettings
 from kvdepot.server.io.pool import IoPool
 from kvdepot.server.platform.addresses import TCP, url_address
@@ -23,15 +25,23 @@ def path_of(place: Place) -> Path:
     return Path(f"{TCP}{url_address(*place)}")
 
 
+SETTLE_SECONDS: Final = 60.0
+"""After a start, a source has its objects only once it has verified them."""
+
+
 class SourceWorkers(PassedWorkers):
     """`Workers` that remember which daemon answered last. An address may be another daemon tomorrow.
+
+    `returned` is called when the peer is back after a failure, or another daemon. Until it has settled, nothing is
+    known to be absent there.
 
     Counts `peer_loaded_bytes.` and the lane. The log says when another lane is used.
     """
 
     def __init__(
-        self, pool: IoPool, peer: PeerSettings, *, log: logging.Logger, count: Callable[[str, float], None]
-    ) -> None:
+        self, pool: IoPool, peer: PeerSettings, *, log: logging.Logger, count: Callable[[str, float], None],
+        clock: Callable[[], float], returned: Callable[[], None],
+    ) -> None:  # fmt: skip
         """`peer` may have no place yet: then these are spare workers, which get jobs after `serve`."""
         super().__init__(pool)
         self.figures = PeerFigures()
@@ -39,19 +49,37 @@ class SourceWorkers(PassedWorkers):
         self._peer = peer
         self._log = log
         self._count = count
+        self._clock = clock
+        self._returned = returned
+        self._settles_until = -inf
         self._lane = ""
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
         def answered(answer: Answer) -> None:
-            self.figures.answered(job, answer)
+            if self.figures.answered(job, answer):
+                self._is_back()
             if answer.lane:
                 self._note(answer.lane)
                 if isinstance(job, ReadFile):
                     self._count(f"peer_loaded_bytes.{answer.lane.partition(':')[0]}", answer.stored_bytes)
-            done(answer)
+            done(self._settled(answer))
 
         self.figures.asked(job)
         super().submit(job, priority=priority, done=answered, loan=loan)
+
+    def changed(self) -> None:
+        """Take note that the pool takes jobs, or none any more."""
+        if self.usable and self.figures.fails:
+            self._is_back()
+
+    def _is_back(self) -> None:
+        self._settles_until = self._clock() + SETTLE_SECONDS
+        self._returned()
+
+    def _settled(self, answer: Answer) -> Answer:
+        if ABSENT not in answer.lengths or self._clock() >= self._settles_until:
+            return answer
+        return replace(answer, lengths=tuple(UNKNOWN if one == ABSENT else one for one in answer.lengths))
 
     def reads_from(self, source_id: int) -> bool:
         """Return whether the daemon with this arena was the last one to answer."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from kvdepot.core.report import TierStatus
-from kvdepot.server.io.jobs import Probe
+from kvdepot.server.io.jobs import Priority, Probe
 from kvdepot.server.io.scout_wire import Ranked
 from kvdepot.server.platform.guard import Guard, tier_guard
 from kvdepot.server.storage.base import IoOutcome, ObjectName, Stored, TierListener, TierTraits
@@ -66,6 +66,7 @@ class PeerTier(SharedTier):
                 found=self._guard.safe("taking peers", self._found_places),
                 failed=self._guard.safe("telling that none was found", self._found_no_places),
             )  # fmt: skip
+        self._probe_at = 0.0
         self._start: Callable[[], None] | None = None  # once it is known where peers are
 
     def _made(self, place: Place | None) -> SourceWorkers:
@@ -73,8 +74,16 @@ class PeerTier(SharedTier):
         config, peer = self._peer_config, self._peer
         if place is not None:
             config, peer = replace(config, path=path_of(place)), replace(peer, host=place[0], port=place[1])
-        pool = self._context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, peer=peer.pack())
-        return SourceWorkers(pool, peer, log=self._context.log, count=self._context.count)
+        context = self._context
+
+        def changed() -> None:
+            workers.changed()
+
+        pool = context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, peer=peer.pack(), changed=changed)
+        workers = SourceWorkers(
+            pool, peer, log=context.log, count=context.count, clock=context.loop.time, returned=self._peer_returned
+        )
+        return workers
 
     def _made_seats(self, group: PeerGroup, guard: Guard) -> Seats:
         config, context = self._peer_config, self._context
@@ -97,6 +106,10 @@ class PeerTier(SharedTier):
             count=context.count, guard=guard,
         )  # fmt: skip
 
+    def _peer_returned(self) -> None:
+        """Ask again for what nobody had: a peer that could not be asked may have it."""
+        self._directory.absent.forget_absent()
+
     def _peer_joined(self) -> None:
         """Ask again for what nobody had: another peer may have it."""
         self._directory.absent.forget_absent()
@@ -115,6 +128,17 @@ class PeerTier(SharedTier):
         if self._seats is not None:
             self._seats.close()
         await super().close()
+
+    def tick(self) -> None:
+        """Probe the only peer after a failure, as a group does. Else nobody would notice that it is back.
+
+        Names that are remembered as absent are not asked for.
+        """
+        super().tick()
+        now, workers = self._context.loop.time(), self._workers
+        if isinstance(workers, SourceWorkers) and workers.figures.fails and workers.usable and now >= self._probe_at:
+            self._probe_at = now + self._peer_config.find_seconds
+            workers.submit(Probe(PROBE), priority=Priority.TEND, done=lambda _: None)
 
     def reads_from(self, source_id: int) -> bool:
         return self._workers.reads_from(source_id)

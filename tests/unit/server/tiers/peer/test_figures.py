@@ -57,6 +57,19 @@ def test_a_peer_fails_until_it_answers_again(job: Job, outcome: IoOutcome) -> No
     assert (peer.status().state, peer.status().reason) == ("ready", "")
 
 
+def test_a_peer_is_back_when_it_answers_after_a_failure_or_as_another_daemon() -> None:
+    figures = PeerFigures()
+
+    def answered(outcome: IoOutcome, source_id: int = 0) -> bool:
+        return figures.answered(LOOKUP, Answer(outcome, source_id=source_id))
+
+    assert not answered(IoOutcome.OK, 9), "it is new"
+    assert not answered(IoOutcome.OK, 9) and not answered(IoOutcome.OK)
+    assert answered(IoOutcome.OK, 8) and not answered(IoOutcome.OK, 8)
+    assert not answered(IoOutcome.TIMEOUT) and not answered(IoOutcome.GONE)
+    assert answered(IoOutcome.OK, 8) and not answered(IoOutcome.OK, 8)
+
+
 def test_an_object_that_is_gone_does_not_speak_against_the_peer() -> None:
     peer = Peer()
     peer.answers(LOOKUP, source_id=9)
