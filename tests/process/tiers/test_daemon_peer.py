@@ -103,9 +103,7 @@ def _disabled(engine: RawEngine, reader: DaemonProcess, keys: list[bytes]) -> bo
 
 @pytest.mark.requirement("N3")
 @pytest.mark.parametrize("listed", [False, True], ids=["one peer", "a list"])
-def test_what_was_absent_is_asked_for_again_when_its_source_is_back(
-    fleet: Fleet, tmp_path: Path, listed: bool
-) -> None:
+def test_what_was_absent_is_asked_for_again_when_its_source_is_back(fleet: Fleet, tmp_path: Path, listed: bool) -> None:
     keys, port = keys_of("back", 6), fleet.port()
     source = fleet.source(port=port)
     file = tmp_path / "peers"

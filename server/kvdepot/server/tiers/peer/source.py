@@ -32,8 +32,8 @@ SETTLE_SECONDS: Final = 60.0
 class SourceWorkers(PassedWorkers):
     """`Workers` that remember which daemon answered last. An address may be another daemon tomorrow.
 
-    `returned` is called when the peer is back after a failure, or another daemon. Until it has settled, nothing is
-    known to be absent there.
+    `returned` is called when the peer is back after a failure, or another daemon. For a while, nothing is known to be
+    absent there.
 
     Counts `peer_loaded_bytes.` and the lane. The log says when another lane is used.
     """
