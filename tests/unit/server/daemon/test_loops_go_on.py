@@ -67,15 +67,15 @@ def test_the_scrubber_reads_on_after_any_part_of_it_raised(name: str) -> None:
     def same(handle: int) -> int:
         return handle
 
-    def page(_: int) -> int:
-        return 4096
+    def second(_: int) -> int:
+        return 1 << 20
 
     objects: Any = SimpleNamespace(
         after=faults.of("after", after), sequence=faults.of("sequence", same),
-        stored_bytes=faults.of("stored_bytes", page),
+        stored_bytes=faults.of("stored_bytes", second),
     )  # fmt: skip
     scrubber = Scrubber(
-        objects, bytes_per_second=4096, clock=lambda: now, verify=verify, note=faults.of("note", lambda _: None),
+        objects, bytes_per_second=1 << 20, clock=lambda: now, verify=verify, note=faults.of("note", lambda _: None),
         usable=faults.of("usable", lambda: True),
     )  # fmt: skip
     faults.armed = True

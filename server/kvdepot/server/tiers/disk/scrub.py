@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
-_BATCH: Final = 64
+_BATCH: Final = 1024
 """Handles chosen at once: each choice looks at all sequences."""
+_OBJECT_BYTES_MIN: Final = 256 << 10
+"""What an object counts at least: the loop has as much work with a small one."""
 _NOTE_EVERY: Final = 256
 """Objects between two notes of the position in the journal."""
 _PASS_SECONDS_MIN: Final = 3600.0
@@ -68,7 +70,7 @@ class Scrubber:
             return
         # From when it was due, not from now: ticks are coarse. But never to make up for more than a second.
         start = max(self._due_at, self._clock() - 1.0)
-        self._due_at = start + self._objects.stored_bytes(handle) / self._bytes_per_second
+        self._due_at = start + max(self._objects.stored_bytes(handle), _OBJECT_BYTES_MIN) / self._bytes_per_second
         self._busy = True  # last: what raises before it is tried again at the next tick
         self._verify(handle, self._verified)
 

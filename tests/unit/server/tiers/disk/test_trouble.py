@@ -443,7 +443,7 @@ def test_every_object_that_is_durable_or_gone_is_an_event(rig: DiskRig, caplog: 
 
 
 def test_the_scrubber_finds_damage_before_anybody_reads_it(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path / "tier", scrub_bytes_per_second=10 * PAGE)
+    rig = DiskRig(tmp_path / "tier", scrub_bytes_per_second=256 << 10)
     handles = [rig.stored(number, raw_bytes=10 * PAGE) for number in range(6)]
     flip(rig, handles[4], 5 * PAGE)
     started = rig.now
