@@ -280,14 +280,25 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--objects", type=int, default=1_000_000, help="in RAM (default: 1000000, 72 GiB)")
     parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES), help="attached (default: 1 4 16)")
+    parser.add_argument("--disk", action="store_true", help="measure only stores on a disk, and loads from it")
     options = parser.parse_args()
     report = Report("control")
-    rows = {engines: in_ram(options.objects, engines) | with_a_disk(engines) for engines in options.engines}
+    rows = {engines: ({} if options.disk else in_ram(options.objects, engines)) | with_a_disk(engines)
+            for engines in options.engines}  # fmt: skip
     columns = [f"{engines} engines" for engines in rows]
     print(f"{'us of CPU per object':<24}" + "".join(f"{column:>12}" for column in columns))
     for name in next(iter(rows.values())):
         print(f"{name:<24}" + "".join(f"{row[name]:>12.2f}" for row in rows.values()))
-    first, last = options.engines[0], options.engines[-1]
+    if not options.disk:
+        judge(report, rows)
+        report.note("objects", options.objects)
+    report.note("objects of each figure", SAMPLE_PROMPTS * PROMPT_CHUNKS)
+    report.finish(options.json)
+
+
+def judge(report: Report, rows: dict[int, dict[str, float]]) -> None:
+    """Report the figures of the aims, by the costs for so many engines."""
+    first, last = min(rows), max(rows)
     one = rows[first]
     store = {engines: row["reserve_full"] + row["commit_full"] for engines, row in rows.items()}
     load = {engines: row["acquire_many"] + row["release_many"] for engines, row in rows.items()}
@@ -299,9 +310,6 @@ def main() -> None:
     report.figure("store_growth_engines", store[last] / store[first], "", at_most=GROWTH_MAX)
     report.figure("load_growth_engines", load[last] / load[first], "", at_most=GROWTH_MAX)
     report.figure("store_growth_objects", store_many / store_few, "", at_most=GROWTH_MAX)
-    report.note("objects", options.objects)
-    report.note("objects of each figure", SAMPLE_PROMPTS * PROMPT_CHUNKS)
-    report.finish(options.json)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Crew:
         self._settings = replace(self._settings, directory=path, peer=peer)
         frame = JOBS.pack(ServePeer(peer))
         for worker in tuple(self.workers.values()):
-            if not self._guard.call("naming a peer", worker.process.send, frame):
+            if not self._guard.call("naming a peer", worker.process.tell, frame):
                 self.kill(worker)
 
     def spawn(self) -> Worker | None:

@@ -34,7 +34,7 @@ _PROBE: Final = Probe(".probe")
 _DEATH_SECONDS = 1.0
 """How long killed workers are waited for: they die at once, or hang in the kernel."""
 QUICK_SECONDS: Final = 0.02
-"""What an object may take for that. A load waits for what was handed out before it, twice this at most."""
+"""An object that takes less is quick. A load waits for what was handed out before it, twice this at most."""
 
 
 class IoPool:
@@ -299,7 +299,7 @@ class IoPool:
         self._take_back(task)
         self._watch(its)
         if isinstance(task.job, READS | WRITES):
-            its.quick = answer.seconds < self._quick_seconds
+            its.took(answer.seconds, self._quick_seconds)
         self._answers.note(task.job, answer)
         self._judge(task.job, answer.outcome, answer.detail)
         if its in self._crew.leaving and not its.inflight:

@@ -7,11 +7,13 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from kvdepot.server.io.child import spawn
 
 _RECEIVE_BYTES = 1 << 16
+_PAUSE_SECONDS: Final = 0.001
+"""What messages wait for others, so that all are taken at once: each receipt costs the loop as much as a message."""
 
 
 M = TypeVar("M")
@@ -41,12 +43,16 @@ class ProvenChild:
     def __init__(
         self, module: str, arguments: Callable[[int], Sequence[object]], fds: Sequence[int], *, niceness: int,
         loop: asyncio.AbstractEventLoop, listener: ChildListener[Any],
+        expects_more: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """Start it as `spawn` does."""
+        """Start it as `spawn` does. `expects_more`: whether the message that has come may wait for others."""
         self._loop = loop
         self._listener = listener
+        self._expects_more = expects_more
         self._unsent = bytearray()
+        self._flushing = False  # at the end of this turn
         self._waiting = False  # for room in the socket
+        self._pause: asyncio.TimerHandle | None = None  # nothing is received before
         self._received = bytearray()
         self._process, self._socket, self._pidfd = spawn(module, arguments, fds, niceness=niceness)
         self._open = True
@@ -59,13 +65,15 @@ class ProvenChild:
 
     @property
     def unsent(self) -> bool:
-        """Return whether the child has not yet taken in all that it was sent."""
-        return bool(self._unsent)
+        """Return whether the socket has no room for all that the child was sent."""
+        return self._waiting
 
     def send(self, frame: bytes) -> None:
-        """Send a frame without blocking. What the socket does not take is kept and sent later."""
+        """Send a frame without blocking, with all others of this turn. What the socket does not take is sent later."""
         self._unsent += frame
-        self._flush()
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
 
     def kill(self) -> None:
         """Send SIGKILL without waiting. `died` follows when the kernel lets go of the process."""
@@ -77,6 +85,7 @@ class ProvenChild:
             self._detach()
 
     def _flush(self) -> None:
+        self._flushing = False
         if not self._open:
             return
         try:
@@ -94,8 +103,16 @@ class ProvenChild:
                 self._loop.remove_writer(self._socket.fileno())
 
     def _readable(self) -> None:
-        if not self._receive():  # its end: the pidfd is what proves it
+        if self._expects_more():
             self._loop.remove_reader(self._socket.fileno())
+            self._pause = self._loop.call_later(_PAUSE_SECONDS, self._resume)
+        elif not self._receive():  # its end: the pidfd is what proves it
+            self._loop.remove_reader(self._socket.fileno())
+
+    def _resume(self) -> None:
+        self._pause = None
+        if self._receive() and self._open:
+            self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def _receive(self) -> bool:
         """Take what is there. False at the end of the stream."""
@@ -131,6 +148,8 @@ class ProvenChild:
 
     def _detach(self) -> None:
         self._open = False
+        if self._pause is not None:
+            self._pause.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_writer(self._socket.fileno())
         self._socket.close()

@@ -6,13 +6,15 @@ import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvdepot.core.data_mapping import DataParts, pack_parts
 from kvdepot.server.io.jobs import ANSWERS, STARTED, Answer
 from kvdepot.server.io.proven_child import ProvenChild
 
 _MODULE = "kvdepot.server.io.worker"
+_MANY: Final = 8
+"""Jobs with which a worker is busy for longer than its answers wait for each other."""
 _NICENESS = 5
 """A lower priority than engines and daemon; loads still wait for it, so not much lower."""
 
@@ -56,6 +58,7 @@ class WorkerProcess:
 
     def __init__(self, settings: WorkerSettings, loop: asyncio.AbstractEventLoop, listener: WorkerListener) -> None:
         self._listener = listener
+        self._unanswered = 0
         self._child = ProvenChild(
             _MODULE,
             lambda socket_fd: (
@@ -63,7 +66,7 @@ class WorkerProcess:
                 settings.peer,
             ),
             tuple(fd for fd, _ in settings.data),
-            niceness=_NICENESS, loop=loop, listener=self,
+            niceness=_NICENESS, loop=loop, listener=self, expects_more=lambda: self._unanswered >= _MANY,
         )  # fmt: skip
 
     @property
@@ -72,6 +75,11 @@ class WorkerProcess:
 
     def send(self, frame: bytes) -> None:
         """Send a job without blocking. What the socket does not take is kept and sent later."""
+        self._unanswered += 1
+        self.tell(frame)
+
+    def tell(self, frame: bytes) -> None:
+        """Send, as `send` does, what has no answer."""
         self._child.send(frame)
 
     def kill(self) -> None:
@@ -89,6 +97,7 @@ class WorkerProcess:
         if number == STARTED:
             self._listener.started(self)
         else:
+            self._unanswered -= 1
             self._listener.answered(self, number, message)
 
     def broken(self, why: str) -> None:

@@ -122,7 +122,8 @@ class DiskTier:
 
     @property
     def write_slots(self) -> int:
-        return max(self._config.write_slots - self._writing.in_flight, 0) if self.writable else 0
+        writing = self._writing
+        return self._config.slots_left(writing.in_flight, writing.in_flight_bytes) if self.writable else 0
 
     @property
     def used_bytes(self) -> int:

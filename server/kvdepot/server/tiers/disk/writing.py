@@ -56,12 +56,17 @@ class Writing:
         self._waiting: deque[_Write] = deque()
         self._waiting_bytes = 0
         self._writing: set[_Write] = set()
+        self._writing_bytes = 0
         self.open = False
         """False: nothing that is written now can be put into the index."""
 
     @property
     def in_flight(self) -> int:
         return len(self._writing) + len(self._waiting)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self._writing_bytes + self._waiting_bytes
 
     @property
     def waiting_bytes(self) -> int:
@@ -137,7 +142,7 @@ class Writing:
         """End a write on whose way something was raised."""
         if write in self._writing and not write.overdue:
             if write.appending:
-                self._writing.discard(write)
+                self._over(write)
                 self._medium.space.unsure(write.sequence)
             else:
                 self._give_up(write)
@@ -151,7 +156,7 @@ class Writing:
         if fragments is None:  # free, but in too many pieces
             self._end(write, Written(IoOutcome.NO_SPACE))
             return
-        self._writing.add(write)
+        self._began(write)
         job = WriteObject(
             medium.layout.parts(fragments, write.cost_bytes), write.name, write.sequence, medium.config.codec,
             created_at, write.extents, write.raw_sum, medium.config.fsync,
@@ -179,8 +184,17 @@ class Writing:
         self._refused(outcome, answer.detail)
         self._end(write, Written(outcome))
 
+    def _began(self, write: _Write) -> None:
+        self._writing.add(write)
+        self._writing_bytes += write.cost_bytes
+
+    def _over(self, write: _Write) -> None:
+        if write in self._writing:
+            self._writing.remove(write)
+            self._writing_bytes -= write.cost_bytes
+
     def _give_up(self, write: _Write, *, shunned: bool = False) -> None:
-        self._writing.discard(write)
+        self._over(write)
         self._medium.space.abandon(write.sequence, shunned=shunned)
         self._medium.freed()
 
@@ -204,12 +218,12 @@ class Writing:
     def _appended(self, write: _Write, put: Put, outcome: IoOutcome) -> None:
         medium = self._medium
         if outcome is not IoOutcome.OK:
-            self._writing.discard(write)
+            self._over(write)
             medium.space.unsure(put.sequence)
             self._end(write, Written(outcome))
             return
         handle = medium.catalog.add(put)
         medium.space.keep(put.sequence)
-        self._writing.discard(write)
+        self._over(write)
         medium.tell("durable", put.sequence, put.name)
         self._end(write, Written(IoOutcome.OK, handle, put.raw_sum, put.stored_bytes))
