@@ -6,12 +6,14 @@ import os
 import threading
 from typing import Any
 
-from kvdepot.server.io import peer_server
+from kvdepot.server.io import peer_connections, peer_server
 from kvdepot.server.io.lifeline import exit_code
 
 PLACES = 3
 ASKING = "ASKING_SECONDS"
 """For how long a question may take, as an environment variable. Else longer than any busy machine needs."""
+IDLE = "IDLE_SECONDS"
+"""After how long a connection makes room, as an environment variable. Else longer than any test takes."""
 THREADLESS = "THREADLESS_CONNECTIONS"
 """For how many connections there is no thread, as an environment variable."""
 
@@ -20,7 +22,8 @@ def _main(arguments: list[str]) -> int:
     seconds = float(os.environ.get(ASKING, "600"))
     peer_server.FIRST_SECONDS = peer_server.QUESTION_SECONDS = seconds  # type: ignore[misc]
     peer_server.LOOK_SECONDS = 0.1  # type: ignore[misc]
-    peer_server.CONNECTIONS_PER_HOST_MAX = PLACES  # type: ignore[misc]
+    peer_connections.CONNECTIONS_PER_HOST_MAX = PLACES  # type: ignore[misc]
+    peer_connections.IDLE_SECONDS_MIN = float(os.environ.get(IDLE, "600"))  # type: ignore[misc]
     left = int(os.environ.get(THREADLESS, "0"))
     start = threading.Thread.start
 

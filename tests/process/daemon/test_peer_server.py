@@ -152,9 +152,10 @@ def test_one_host_does_not_get_all_connections_and_gets_another_for_one_that_end
                 with connected(one) as first, connected(one) as second:
                     with connected(one) as last:
                         assert all(map(answered, (first, second, last)))
-                        with pytest.raises(OSError), connected(one):
-                            pass
-                    wait_until(lambda: _has_place(one), "the place of one that has ended is free")
+                        with connected(one) as other:
+                            assert answered(other) and ended(other)
+                        assert all(map(answered, (first, second, last)))
+                    wait_until(lambda: _stays(one), "the place of one that has ended is free")
 
             await asyncio.to_thread(many)
             await until(lambda: one.counters.get("peer_refused_connections.limit"), "it is counted")
@@ -163,10 +164,54 @@ def test_one_host_does_not_get_all_connections_and_gets_another_for_one_that_end
     run(test)
 
 
-def _has_place(one: Live) -> bool:
+@pytest.mark.requirement("N3")
+def test_one_host_does_not_get_all_new_connections(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with live(tmp_path) as one:
+
+            def many() -> None:
+                with connected(one), connected(one), connected(one) as last:
+                    with pytest.raises(OSError), connected(one):
+                        pass
+                    assert answered(last)
+                    wait_until(lambda: _stays(one), "one that was answered leaves its place to a new one")
+
+            await asyncio.to_thread(many)
+            await until(lambda: one.counters.get("peer_refused_connections.limit"), "it is counted")
+
+    assert PLACES == 3
+    run(test)
+
+
+@pytest.mark.requirement("N3", "B3")
+def test_a_reader_that_asks_nothing_makes_room_for_another_and_loads_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(hasty_peer_server.IDLE, "0")
+
+    async def test() -> None:
+        async with live(tmp_path) as one:
+            reader = one.peer()
+            assert await one.pulled(reader) == bytes([FILL]) * OBJECT_BYTES
+
+            def others() -> None:
+                with contextlib.ExitStack() as connections:
+                    for _ in range(2 * PLACES):
+                        other = connections.enter_context(connected(one))
+                        assert answered(other) and answered(other)
+
+            await asyncio.to_thread(others)
+            assert await one.pulled(reader) == bytes([FILL]) * OBJECT_BYTES
+            assert not one.counters.get("peer_refused_connections.limit")
+
+    run(test)
+
+
+def _stays(one: Live) -> bool:
+    """Whether a connection is open after its first answer."""
     try:
         with connected(one) as connection:
-            return answered(connection)
+            return answered(connection) and answered(connection)
     except OSError:
         return False
 
@@ -179,7 +224,7 @@ def test_a_host_without_room_for_a_thread_costs_connections_and_no_later_ones(
 
     async def test() -> None:
         async with live(tmp_path) as one:
-            await asyncio.to_thread(wait_until, lambda: _has_place(one), "it is served")
+            await asyncio.to_thread(wait_until, lambda: _stays(one), "it is served")
             await one.counted("peer_refused_connections.limit", 5)
             assert one.counters.get("peer_servers.started") == 1
 
@@ -340,7 +385,7 @@ def test_connections_leave_no_descriptor_and_no_thread_however_they_end(tmp_path
                                 connection.recv(1000)
 
             def many() -> None:
-                wait_until(lambda: _has_place(one), "it serves")
+                wait_until(lambda: _stays(one), "it serves")
                 before = used()  # perhaps with the thread of that one
                 for number in range(60):
                     connect(number)

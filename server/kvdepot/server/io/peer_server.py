@@ -24,13 +24,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from kvdepot.core.data_mapping import map_parts, unpack_parts
 from kvdepot.server.io.framing import FrameError
 from kvdepot.server.io.lifeline import die_with, exit_code
+from kvdepot.server.io.peer_connections import Connection, Connections
 from kvdepot.server.io.peer_summary import Summaries
 from kvdepot.server.io.peer_wire import (
     ALPN,
@@ -71,9 +72,6 @@ from kvdepot.server.io.peer_wire import (
 from kvdepot.server.platform.certificates import names_of
 from kvdepot.server.platform.tls_files import TlsFileError, TlsFiles
 
-CONNECTIONS_MAX: Final = 64
-CONNECTIONS_PER_HOST_MAX: Final = 32
-"""What the workers of one reader have at most. So one host leaves others some."""
 HANDSHAKE_SECONDS: Final = 5.0
 """Until then nothing is known of who has connected."""
 FIRST_SECONDS: Final = 5.0
@@ -202,7 +200,7 @@ class Server:
         self._daemon = daemon
         self._certificates = certificates
         self._changing = threading.Lock()
-        self._open: Counter[str] = Counter()  # connections, by host
+        self._connections = Connections()
         self._refused: Counter[str] = Counter()  # connections that the daemon was not told of, by reason
         self._has_refused = threading.Event()
         self._pause = threading.Event()
@@ -215,15 +213,15 @@ class Server:
             except OSError:  # too few descriptors, or the reader has gone
                 self._pause.wait(_PAUSE_SECONDS)
                 continue
-            host = str(address[0])
-            if not self._take_place(host):
+            one = self._connections.enter(str(address[0]))
+            if one is None:
                 connection.close()
                 self._refuse("limit")
                 continue
             try:
-                threading.Thread(target=self._connected, args=(connection, host), daemon=True).start()
+                threading.Thread(target=self._connected, args=(connection, one), daemon=True).start()
             except RuntimeError:  # the host has no room for a thread
-                self._free_place(host)
+                self._connections.leave(one)
                 connection.close()
                 self._refuse("limit")
                 self._pause.wait(_PAUSE_SECONDS)
@@ -244,29 +242,16 @@ class Server:
             self._refused[reason] += 1
         self._has_refused.set()
 
-    def _take_place(self, host: str) -> bool:
-        with self._changing:
-            if self._open.total() >= CONNECTIONS_MAX or self._open[host] >= CONNECTIONS_PER_HOST_MAX:
-                return False
-            self._open[host] += 1
-            return True
-
-    def _free_place(self, host: str) -> None:
-        with self._changing:
-            self._open[host] -= 1
-            if not self._open[host]:
-                del self._open[host]
-
-    def _connected(self, raw: socket.socket, host: str) -> None:
+    def _connected(self, raw: socket.socket, one: Connection) -> None:
         try:
             with contextlib.suppress(OSError, FrameError), raw:
-                self._serve(raw)
+                self._serve(raw, one)
         except Exception:  # noqa: BLE001 - whatever it is, it ends this connection alone
             sys.excepthook(*sys.exc_info())
         finally:
-            self._free_place(host)
+            self._connections.leave(one)
 
-    def _serve(self, raw: socket.socket) -> None:
+    def _serve(self, raw: socket.socket, one: Connection) -> None:
         raw.settimeout(HANDSHAKE_SECONDS)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -281,11 +266,20 @@ class Server:
                 return
             found = names_of(ssl.DER_cert_to_PEM_cert(certificate).encode())
             names = tuple(name for name in found if len(name) <= NAME_CHARACTERS_MAX)[:NAMES_MAX]
-            reader = _Reader(connection, names, self._daemon, self._arena)
-            until = time.monotonic() + CONNECTION_SECONDS_MAX
-            seconds = FIRST_SECONDS
-            while time.monotonic() < until and reader.answer_next(seconds):
-                seconds = IDLE_SECONDS
+            reader = _Reader(connection, names, self._daemon, self._arena, asks=lambda: self._connections.works(one))
+            try:
+                self._answer_all(reader, connection, one)
+            finally:
+                self._connections.works(one)
+
+    def _answer_all(self, reader: _Reader, connection: ssl.SSLSocket, one: Connection) -> None:
+        until = time.monotonic() + CONNECTION_SECONDS_MAX
+        seconds = FIRST_SECONDS
+        while time.monotonic() < until and reader.answer_next(seconds):
+            if not self._connections.waits(one, connection):
+                self._refuse("limit")
+                return
+            seconds = IDLE_SECONDS
 
 
 class _Questions:
@@ -325,7 +319,12 @@ def _left(until: float) -> float:
 class _Reader:
     """One connection of a reader."""
 
-    def __init__(self, connection: ssl.SSLSocket, names: tuple[str, ...], daemon: Daemon, arena: memoryview) -> None:
+    def __init__(
+        self, connection: ssl.SSLSocket, names: tuple[str, ...], daemon: Daemon, arena: memoryview, *,
+        asks: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Take the connection. `asks` is called when a question has come."""
+        self._asks = asks
         self._connection = connection
         self._names = names
         self._daemon = daemon
@@ -339,6 +338,7 @@ class _Reader:
         Raise OSError or FrameError.
         """
         question = self._questions.next(seconds)
+        self._asks()
         if question is None:
             return False
         if isinstance(question, Return) or (isinstance(question, Borrow) and not self._may_borrow):
