@@ -1,14 +1,15 @@
 """Three nodes, each in a network namespace of its own: what one has computed is loaded by the others (row P4).
 
 Node 1 loads over the stream, from a list that names all nodes and itself, and node 2 over NIXL, with a tier for each
-other node. The wire has a delay of 0.5 ms and a rate of 10 Gbit/s.
+other node. The wire has a delay of 0.5 ms and a rate of 10 Gbit/s. In one test node 1 may have one peer alone, which
+does not have what moves to it (ADR 86).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,7 +24,7 @@ from tests.e2e.hybrid import check_loads, hits, lengths, store
 from tests.rigs.network import MTU, Network, why_no_network
 from tests.rigs.patience import patience, wait_until
 from tests.rigs.peer_fleet import LENT
-from tests.rigs.peer_network import PeerNetwork
+from tests.rigs.peer_network import PORT, PeerNetwork
 
 LANES: Final = ("stream", "stream", "nixl")
 """By node: what its tiers load over."""
@@ -119,9 +120,35 @@ def sees_all(status: DaemonStatus) -> bool:
     )
 
 
+def knows_all(status: DaemonStatus) -> bool:
+    """Return whether a tier can be used whose scout has a summary of each other node."""
+    ready = any(peer.state == "ready" for peer in status.tiers[1].peers)
+    return ready and status.counters.get("peer_summaries.peer-0/new", 0.0) >= len(LANES) - 1
+
+
+@contextmanager
+def one_peer(reader: Node, *, but: str) -> Iterator[None]:
+    """Let the node that has a list start again with nothing, and with one peer, which is not this one."""
+    daemon = reader.fleet.daemon
+    file = daemon.directory / "kvdepot.toml"
+    before = file.read_text()
+    file.write_text(before.replace('kind = "peer"\n', 'kind = "peer"\npeers_max = 1\n'))
+    try:
+        peers = {but}
+        while but in peers:  # hashing chooses another one with each new arena
+            reader.end(kill=False, lose_ram=True)
+            reader.start()
+            daemon.wait(knows_all, READY_SECONDS, "knows what the others have")
+            peers = {peer.address for peer in daemon.status().tiers[1].peers}
+        yield
+    finally:
+        file.write_text(before)
+        reader.end(kill=False, lose_ram=True)
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(toy, marks=pytest.mark.long(seconds=100)) for toy in (HYBRID, DENSE)],
+    params=[pytest.param(toy, marks=pytest.mark.long(seconds=150)) for toy in (HYBRID, DENSE)],
     ids=lambda toy: str(toy.name),
 )
 def all_nodes(
@@ -191,3 +218,12 @@ def test_ten_of_ten_from_a_node_that_has_loaded_them_itself(nodes: Nodes) -> Non
     relay.check_loads(prompts, reference)
     source.end(kill=False, lose_ram=True)
     reader.check_loads(prompts, reference)
+
+
+@pytest.mark.requirement("P4", "T3")
+def test_conversations_that_moved_are_loaded_by_their_first_request_from_a_node_that_was_no_peer(nodes: Nodes) -> None:
+    prompts, reference = nodes.computed()
+    source, reader = nodes.nodes[0], nodes.nodes[LISTING]
+    with one_peer(reader, but=f"{source.network.address(0)}:{PORT}"):
+        reader.check_loads(prompts, reference)
+        assert reader.fleet.daemon.status().counters["peer_guests.peer-0/useful"] == 1

@@ -14,8 +14,8 @@ from tests.rigs.peer_fleet import BORROWING, LENDING, RAM, Fleet, peer_tiers, ti
 
 PORT: Final = 7448
 """Of all sources: each has an address of its own."""
-LARGE_RAM: Final = "768MiB"
-"""Of a reader whose workers take more of it: over NIXL, or of up to four peers."""
+LARGE_RAM: Final = "864MiB"
+"""Of a reader whose workers take more of it: over NIXL, or of up to four peers and a guest."""
 
 
 class PeerNetwork(Fleet):
@@ -53,9 +53,10 @@ class PeerNetwork(Fleet):
     def program(self, node: int) -> tuple[str, ...]:
         """Return what runs a daemon in a node, for `demo.daemon.Daemon`.
 
-        By TCP alone: else UCX would find out that all nodes are on one host, and use no network.
+        By TCP alone: else UCX would find out that all nodes are on one host, and use no network. Lookups are patient.
         """
-        return ("env", "UCX_TLS=tcp", sys.executable, "-m", *self.network.program(node))
+        program = self.network.program(node)
+        return ("env", "UCX_TLS=tcp", sys.executable, "-m", "tests.fakes.patient_lookups", *program)
 
     def listening(self, node: int, *, lends: bool) -> str:
         """Return lines of the table `[daemon]` of a source."""
