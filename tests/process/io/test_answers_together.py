@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from kvdepot.server.io import proven_child
@@ -19,13 +17,6 @@ from tests.rigs.io_rig import IoRig
 
 _SIZE_BYTES = 8192
 _JOBS = 16
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[IoRig]:
-    rig = IoRig(tmp_path)
-    yield rig
-    rig.close()
 
 
 @pytest.fixture

@@ -46,13 +46,6 @@ def proxy(server: S3Server) -> Iterator[FaultyProxy]:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[IoRig]:
-    rig = IoRig(tmp_path)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture
 def bucket(proxy: FaultyProxy, tmp_path: Path) -> str:
     file = tmp_path / "credentials"
     file.write_text(CREDENTIALS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from shutil import move
@@ -31,13 +30,6 @@ from kvdepot.server.storage.base import IoOutcome
 from tests.rigs.io_pool_rig import Lent, pool_on, state, stop, until
 from tests.rigs.io_rig import MIB, IoRig, pattern, verify_only
 from tests.rigs.patience import Deadline
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[IoRig]:
-    rig = IoRig(tmp_path)
-    yield rig
-    rig.close()
 
 
 @pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.name)

@@ -31,13 +31,6 @@ from tests.rigs.io_pool_rig import Lent, PoolRig, pool_on, stop, until
 from tests.rigs.io_rig import MIB, IoRig
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[IoRig]:
-    rig = IoRig(tmp_path)
-    yield rig
-    rig.close()
-
-
 async def works(under: PoolRig, rig: IoRig) -> None:
     """The next job, with a loan, and nobody has anything any more."""
     loan = under.lent()

@@ -61,13 +61,6 @@ class Worker:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[IoRig]:
-    rig = IoRig(tmp_path)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture
 def worker(rig: IoRig) -> Iterator[Worker]:
     worker = Worker(rig)
     yield worker

@@ -1,4 +1,4 @@
-"""What tests of a shared tier's files share."""
+"""What tests of objects and of a shared tier's files share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.io_rig import IoRig
 from tests.rigs.shared_files import Files
 
 
@@ -16,3 +17,10 @@ def files(tmp_path: Path) -> Iterator[Files]:
     yield files
     files.context.close()
     files.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[IoRig]:
+    rig = IoRig(tmp_path)
+    yield rig
+    rig.close()

@@ -21,13 +21,6 @@ from tests.rigs.io_rig import MIB, PAGE, IoRig, pattern
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[IoRig]:
-    rig = IoRig(tmp_path)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture
 def context(rig: IoRig) -> Iterator[Context]:
     context = Context(os.fspath(rig.directory), rig.arena)
     yield context

@@ -31,13 +31,6 @@ each_codec = pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: cod
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[IoRig]:
-    rig = IoRig(tmp_path)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture
 def context(rig: IoRig) -> Iterator[Context]:
     context = Context(os.fspath(rig.directory), rig.arena)
     yield context
