@@ -74,7 +74,7 @@ PEERS: Final = (
     ),
     tier_counter(
         "peer_guests",
-        "Peers of a long list that joined for a lookup, by outcome: whether they had some of its objects.",
+        "Peers that joined for a lookup, by whether they had some of its objects.",
         "outcome",
         Guest,
         kinds=(PEER,),
