@@ -32,7 +32,6 @@ from kvdepot.server.io.jobs import (
     WriteObject,
 )
 from kvdepot.server.io.objects import PIECE_BYTES, read_object, room_of, within, write_object
-from kvdepot.server.io.peer_objects import IN_PEER
 from kvdepot.server.io.probing import probe
 from kvdepot.server.platform.durable_files import naming, sync_file
 from kvdepot.server.platform.file_room import allocate, explained
@@ -62,6 +61,8 @@ def perform(job: Job, context: Context) -> Answer:
 
 def _actions(context: Context) -> Mapping[type[Any], Callable[[Any, Context], Answer]]:
     if context.peer is not None:
+        from kvdepot.server.io.peer_objects import IN_PEER  # messages and NIXL, which other workers never need
+
         return IN_PEER
     return _IN_DIRECTORY if context.bucket is None else IN_BUCKET
 

@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +33,6 @@ from kvdepot.server.io.context import Context, NixlLink
 from kvdepot.server.io.direct_io import outcome_of
 from kvdepot.server.io.jobs import ANSWERS, JOBS, JOBS_PER_WORKER, STARTED, Answer, Job, ServePeer
 from kvdepot.server.io.lifeline import ProcessEndError, die_with, exit_code
-from kvdepot.server.io.peer_wire import Lane, PeerSettings
 from kvdepot.server.io.perform import perform
 from kvdepot.server.storage.base import IoOutcome
 
@@ -76,13 +76,16 @@ def main(arguments: list[str]) -> int:
     while (frame := JOBS.read(stream)) is not None:
         number, job = frame
         if isinstance(job, ServePeer):
-            _use(contexts, PeerSettings.unpack(job.peer))
+            _serve_peer(contexts, job.peer)
         else:
             jobs.put((number, job))
     return 0
 
 
-def _use(contexts: Sequence[Context], settings: PeerSettings) -> None:
+def _serve_peer(contexts: Sequence[Context], packed: str) -> None:
+    from kvdepot.server.io.peer_wire import PeerSettings
+
+    settings = PeerSettings.unpack(packed)
     for context in contexts:
         if context.peer is not None:
             context.peer.use(settings)
@@ -91,7 +94,9 @@ def _use(contexts: Sequence[Context], settings: PeerSettings) -> None:
 def _peers(packed: str, arena: ArenaPages | None) -> Callable[[str], Context]:
     """Return what makes the context of a thread: it has a connection of its own, and all have one NIXL agent."""
     from kvdepot.server.io.peer_client import Peer  # TLS, which other workers never need
+    from kvdepot.server.io.peer_wire import Lane, PeerSettings
 
+    import_module("kvdepot.server.io.peer_objects")  # `perform` needs it: here, no lookup waits for the import
     settings = PeerSettings.unpack(packed)
     nixl: NixlLink | None = None
     why = ""
