@@ -169,6 +169,13 @@ def test_links_of_the_readme_lead_to_sections_that_are_there() -> None:
         assert not section or section in {anchor(title) for title in titles}, f"{name}#{section}"
 
 
+def test_the_readme_shows_the_live_page_and_links_the_page_of_each_kind_of_remote_tier() -> None:
+    text = (ROOT / "README.md").read_text()
+    (image,) = re.findall(r"!\[[^]]+\]\(([\w./-]+)\)", text)
+    assert (ROOT / image).is_file()
+    assert {"docs/object-stores.md", "docs/peers.md"} <= set(re.findall(r"\]\((docs/[\w-]+\.md)\)", text))
+
+
 def test_the_page_on_vllm_names_each_method_of_speculative_decoding() -> None:
     page = (ROOT / "docs" / "vllm.md").read_text()
     section = page.partition("## Speculative decoding\n")[2].partition("\n## ")[0]
