@@ -181,7 +181,7 @@ def test_what_a_configuration_may_not_say_is_refused(daemon: DaemonProcess) -> N
             answered(daemon, "quota", *arguments)
     with pytest.raises(LimitExceeded, match="tenant"):
         answered(daemon, "quota", "set", "1GiB", "--tenant", "x" * 1000)
-    with pytest.raises(NotFound, match="no quota is set for tenant 'a' in tier 'ram'"):
+    with pytest.raises(NotFound, match="no runtime quota for tenant 'a' in tier 'ram'"):
         answered(daemon, "quota", "delete", *TENANT_A)
     with pytest.raises(NotFound):
         answered(daemon, "quota", "delete", "--tier", "floppy")

@@ -38,8 +38,8 @@ class SetQuotas:
         subject = spelled(subject)
         if subject not in self._set:
             raise NotFound(
-                f"no quota is set for {subject}",
-                advice="those of the configuration are deleted there: change the file, then `kvdepotctl reload`",
+                f"no runtime quota for {subject}",
+                advice="to remove a quota of the configuration, edit the file and run `kvdepotctl reload`",
             )
         del self._set[subject]
 

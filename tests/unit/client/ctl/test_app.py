@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from kvdepot.client.ctl.app import cli
 from kvdepot.client.endpoint import default_endpoint
 
 PACKAGED = "unix:///run/kvdepot/kvdepot.sock"
@@ -48,3 +50,9 @@ def test_so_is_a_link(own: Path) -> None:
 def test_so_is_another_user_s(own: Path) -> None:
     os.chown(own, NOBODY, NOBODY)
     assert default_endpoint() == PACKAGED
+
+
+def test_wrong_usage_of_health_prints_no_verdict_because_its_code_is_that_of_an_error() -> None:
+    wrong = CliRunner().invoke(cli, ["health", "--no-such-option"])
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "no-such-option" in wrong.stderr
