@@ -129,8 +129,8 @@ class EngineOptions:
         return inherited | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)} | self.environment
 
 
-def depot_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
-    """The kv_transfer_config for a daemon at `endpoint`."""
+def depot_connector(endpoint: str, /, **extra: Any) -> dict[str, Any]:
+    """The kv_transfer_config for a daemon at `endpoint`, unless `extra` names another one."""
     return {
         "kv_connector": "KVDepotConnector",
         "kv_role": "kv_both",

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
 from kvdepot.core.report import DaemonStatus
 
 from demo.engine import Completion, Engine
-from demo.toys import prompt
+from demo.toys import DENSE, prompt
 from tests.e2e.fleet import Fleet
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 
 ENGINES = ("dense",)
 REQUESTS = 20
 OUTPUT_TOKENS = 32
+NOTICED_SECONDS = 5.0
+"""From the start of the scheduler's connector to the line that says that there is no daemon."""
 Known = tuple[list[list[int]], list[tuple[int, ...]]]
 
 
@@ -87,6 +92,37 @@ def test_a_killed_daemon_disturbs_nobody_and_its_ram_is_served_again(
     log = engine.log.read_text()
     for line in (f"attached to {endpoint} (kvdepotd ", f"the daemon at {endpoint} is back after "):
         assert f"kvdepot: {line}" in log, line
+
+
+@pytest.mark.requirement("O3", "I3")
+@pytest.mark.long(seconds=20)
+def test_an_engine_with_a_wrong_endpoint_says_so_at_its_start_and_serves(
+    fleet: Fleet, reference: Known, tmp_path: Path
+) -> None:
+    endpoint = f"unix://{tmp_path}/mistyped.sock"
+    fleet.define("mistyped", DENSE, {"block_size": 32, "max_num_seqs": 20}, endpoint=endpoint)
+    prompts, cold = reference
+    try:
+        engine = fleet.start("mistyped")
+        wait_until(lambda: logged_at(fleet.log("mistyped"), f"kvdepot: no daemon at {endpoint}: "), "it is logged")
+        log = fleet.log("mistyped")
+        (created,) = logged_at(log, "EngineCore.*Creating v1 connector with name: KVDepotConnector")
+        (missed,) = logged_at(log, f"kvdepot: no daemon at {endpoint}: ")
+        assert (missed - created).total_seconds() <= patient(NOTICED_SECONDS)
+        assert "kvdepot: attached to" not in log.read_text(), "nothing says that all is well"
+        check(engine.generate(prompts[:3], OUTPUT_TOKENS), cold[:3])
+    finally:
+        fleet.end("mistyped")
+
+
+def logged_at(log: Path, pattern: str) -> list[datetime]:
+    """Return when vLLM logged the lines that match, in whole seconds of a year that is the same for all."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if re.search(pattern, line)]
+    times = [_LOG_TIME.findall(line)[0] for line in lines]
+    return [datetime.strptime(f"2024-{one}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC) for one in times]
+
+
+_LOG_TIME = re.compile(r" (\d\d-\d\d \d\d:\d\d:\d\d) \[")
 
 
 @pytest.mark.requirement("T6")

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_MAX_SECONDS = 1.0
 """A refused local connection costs microseconds; a daemon that is back should be used soon."""
-HANDSHAKE_SECONDS_MAX = 5.0
+HANDSHAKE_SECONDS_MAX = 4.0
+"""Less than the 5 s within which an outage is logged."""
 SAY_AGAIN_SECONDS = 60.0
 """From one log line of a refusal to the next with the same reason, however often the daemon goes and comes."""
 POPULATE_PIECE_BYTES = 32 << 20
@@ -39,6 +40,14 @@ POPULATE_PIECE_BYTES = 32 << 20
 PROXY_START_SECONDS_MAX = 30.0
 """Half a second of a free core."""
 PROXY_END_SECONDS_MAX = 1.0
+
+
+class Miss(StrEnum):
+    """Why an attempt to attach failed."""
+
+    ABSENT = "absent"  # nobody listens
+    SILENT = "silent"  # it did not answer in time
+    REFUSED = "refused"
 
 
 class Transport(StrEnum):
@@ -89,7 +98,7 @@ class Attachment:
         client_version: str = "",
         backoff: Backoff | None = None,
         log: logging.Logger | None = None,
-        on_missed: Callable[[str, bool], None] | None = None,
+        on_missed: Callable[[str, Miss], None] | None = None,
     ) -> None:
         """Prepare an attachment; `start` begins it.
 
@@ -103,8 +112,8 @@ class Attachment:
             client_version: for the daemon's records.
             backoff: between attempts.
             log: of refusals.
-            on_missed: called on the attachment's thread after each attempt that failed, with the reason, and whether a
-                daemon was there. Its owner logs that no daemon is there: one process of an engine is enough.
+            on_missed: called on the attachment's thread after each attempt that failed, with the reason in
+                words. Its owner logs that no daemon is there: one process of an engine is enough.
         """
         self._endpoint = endpoint
         self._call = process.call(client_version)
@@ -225,7 +234,7 @@ class Attachment:
             if error.by_daemon:
                 self._refused(str(error))
             else:
-                self._missed("", str(error))
+                self._missed("", str(error), Miss.ABSENT if error.in_time else Miss.SILENT)
             return None
         daemon = (accepted.reply.daemon_version, accepted.reply.arena_id)
         if self._streams and self._unmapped not in (None, daemon):
@@ -258,14 +267,14 @@ class Attachment:
         if reason != self._said_refusal or time.monotonic() > self._said_refusal_at + SAY_AGAIN_SECONDS:
             self._said_refusal, self._said_refusal_at = reason, time.monotonic()
             self._log.warning("kvdepot: not attached to %s: %s", self._endpoint, reason)
-        self._missed(reason, reason)
+        self._missed(reason, reason, Miss.REFUSED)
 
-    def _missed(self, refusal: str, reason: str) -> None:
+    def _missed(self, refusal: str, reason: str, miss: Miss) -> None:
         """Note an attempt that failed. `refusal`: the reason, if a daemon was there."""
         if refusal != self._state.refusal:
             self._publish(_State(None, self._state.arena, refusal))
         if self._on_missed is not None and not self._closing:
-            self._on_missed(reason, bool(refusal))
+            self._on_missed(reason, miss)
 
     def _adopt(self, accepted: Attached) -> Arena | None:
         """Return the mapping to use: the present one if it is of the same arena. Take over the descriptors.

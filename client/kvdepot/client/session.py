@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.attachment import Attachment, EngineProcess, Miss
 from kvdepot.client.calls import Call, ChainedAcquire
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.leases import LEASE_BITS, LeaseIds
@@ -98,8 +98,8 @@ class DepotSession:
     def _attachment_changed(self, token: bytes | None, connection: socket.socket | None) -> None:
         self._loop.post(self._loop.attachment_changed, token, connection)
 
-    def _attachment_missed(self, reason: str, there: bool) -> None:
-        self._loop.post(self._loop.attachment_missed, reason, there)
+    def _attachment_missed(self, reason: str, miss: Miss) -> None:
+        self._loop.post(self._loop.attachment_missed, reason, miss)
 
     def count_computed(self) -> None:
         """Count a request that the engine computes because of an outage, for the log."""

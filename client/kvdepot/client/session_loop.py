@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from kvdepot.client.attachment import Miss
 from kvdepot.client.backoff import Backoff
 from kvdepot.client.calls import RETRY_FIRST_SECONDS, EngineCalls
 from kvdepot.client.credentials import peer_credentials
@@ -249,9 +250,12 @@ class SessionLoop:
         self._breaker.answered()
         self._declare()
 
-    def attachment_missed(self, reason: str, there: bool) -> None:
-        """Note an attempt to attach that failed. `there`: a daemon was there."""
-        (self.daemon_log.refused if there else self.daemon_log.absent)(reason)
+    def attachment_missed(self, reason: str, miss: Miss) -> None:
+        """Note an attempt to attach that failed."""
+        if miss is Miss.SILENT:
+            self.daemon_log.silent()
+        else:
+            (self.daemon_log.refused if miss is Miss.REFUSED else self.daemon_log.absent)(reason)
 
     def _open_channel(self, connection: socket.socket | None) -> Channel:
         if connection is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,11 +22,13 @@ from tests.fakes.scripted_engine import BLOCK
 from tests.rigs.connector_rig import cold, prompt
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.live_engine import CALLED, LiveEngine
-from tests.rigs.patience import Deadline, wait_until
+from tests.rigs.patience import Deadline, patient, wait_until
 from tests.rigs.raw_client import status_of
 
 CALL_SECONDS_MAX = 0.5
 """Below every timeout that is set here, so a call that waited for an answer would be longer."""
+LOGGED_SECONDS_MAX = 5.0
+"""From the first request without an answer to the line in the log."""
 LOAD_TIMEOUT_SECONDS = 2.0
 LOOKUP_TIMEOUT_SECONDS = 1.5
 MakeLive = Callable[..., LiveEngine]
@@ -176,9 +179,10 @@ def test_no_call_waits_for_a_hung_daemon_when_the_number_of_ranks_changes(
 
 @pytest.mark.requirement("I2")
 def test_an_engine_that_starts_beside_a_hung_daemon_serves_at_once_and_uses_it_later(
-    make_live: MakeLive, daemon: DaemonProcess
+    make_live: MakeLive, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon.suspend()
+    began = time.monotonic()
     engine = make_live(wait=False)
     tokens = prompt(6.5, seed=999)
     request_id = engine.add(tokens)
@@ -186,10 +190,36 @@ def test_an_engine_that_starts_beside_a_hung_daemon_serves_at_once_and_uses_it_l
     assert engine.outputs[request_id], "the first step already computes it"
     engine.run()
     check_calls(engine)
+    silent = f"kvdepot: no answer from the daemon at {daemon.endpoint}; requests are computed until it answers"
+    wait_until(lambda: silent in caplog.messages, "the silence is logged")
+    assert time.monotonic() - began < patient(LOGGED_SECONDS_MAX)
     daemon.resume()
     wait_until(lambda: bool(engine.step()) and engine.side.session.attached, "attached", seconds=60)
     engine.wait_attached()
     wait_served(daemon, engine, tokens)
+
+
+@pytest.mark.requirement("O3")
+def test_a_daemon_that_hangs_is_logged_within_seconds_of_the_first_request_that_it_does_not_answer(
+    make_live: MakeLive, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_live(settings={"lookup_timeout_seconds": 0.25, "lookup_min_seconds": 0.05})
+    caplog.clear()
+    daemon.suspend()
+    silent = f"kvdepot: no answer from the daemon at {daemon.endpoint}; requests are computed until it answers"
+    began = time.monotonic()
+    tokens = (prompt(3.5, seed=2000 + number) for number in itertools.count())
+
+    def logged() -> bool:
+        assert engine.generate(ids := next(tokens)) == cold(ids)
+        return silent in caplog.messages
+
+    wait_until(logged, "the silence is logged")
+    assert time.monotonic() - began < patient(LOGGED_SECONDS_MAX)
+    daemon.resume()
+    wait_until(lambda: f"the daemon at {daemon.endpoint} is back after" in caplog.text, "its return is logged")
+    assert caplog.messages.count(silent) == 1
+    wait_clean(daemon, engine)
 
 
 @pytest.mark.requirement("I2")

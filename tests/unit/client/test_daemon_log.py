@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.attachment import Attachment, EngineProcess, Miss
 from kvdepot.client.daemon_log import BEGIN_SECONDS, REPEAT_SECONDS, DaemonLog
 from kvdepot.client.endpoint import Endpoint
 
@@ -128,24 +128,24 @@ def test_an_attachment_names_daemon_tiers_namespace_and_chunk_once(
 def test_an_attachment_reports_each_attempt_that_failed_and_whether_a_daemon_was_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    missed: list[tuple[str, bool]] = []
+    missed: list[tuple[str, Miss]] = []
     attachment = Attachment(
         Endpoint(str(tmp_path / "s")),
         EngineProcess("e", scheduler=True),
         log=LOG,
-        on_missed=lambda reason, there: missed.append((reason, there)),
+        on_missed=lambda *why: missed.append(why),
     )
     attachment.start()
     try:
         wait_until(lambda: len(missed) > 1, "attempts")
-        assert set(missed) == {("No such file or directory", False)}
+        assert set(missed) == {("No such file or directory", Miss.ABSENT)}
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as daemon:
             daemon.bind(str(tmp_path / "s.attach"))
             daemon.listen()
             peer = daemon.accept()[0]
             peer.recv(4096)
             peer.send(b"\xff")  # malformed
-            wait_until(lambda: missed[-1][1], "the answer is no attachment")
+            wait_until(lambda: missed[-1][1] is Miss.REFUSED, "the answer is no attachment")
             peer.close()
     finally:
         attachment.close()
@@ -160,7 +160,7 @@ def test_a_daemon_that_refuses_goes_and_comes_is_logged_once_a_minute(
     clock.now = 1000.0
     for refusal in ("no room", "no room", "no room", "another", "no room"):
         attachment._refused(refusal)
-        attachment._missed("", "there is no daemon")
+        attachment._missed("", "there is no daemon", Miss.ABSENT)
         clock.now += 10.0
     assert [line.rpartition(": ")[2] for line in caplog.messages] == ["no room", "another", "no room"]
     clock.now += 61.0

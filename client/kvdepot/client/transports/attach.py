@@ -22,11 +22,12 @@ _DESCRIPTORS_MAX = 8
 
 
 class AttachError(Exception):
-    """Not attached. `by_daemon`: the daemon said no; otherwise it is not there, or did not answer."""
+    """Not attached. `by_daemon`: the daemon said no. `in_time` is False if it did not answer. Else it is not there."""
 
-    def __init__(self, message: str, *, by_daemon: bool) -> None:
+    def __init__(self, message: str, *, by_daemon: bool, in_time: bool = True) -> None:
         super().__init__(message)
         self.by_daemon = by_daemon
+        self.in_time = in_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         raise
     except (OSError, KvDepotError) as error:
         _close(connection, descriptors)
-        raise AttachError(_reason(error), by_daemon=isinstance(error, KvDepotError)) from error
+        by_daemon, in_time = isinstance(error, KvDepotError), not isinstance(error, TimeoutError)
+        raise AttachError(_reason(error), by_daemon=by_daemon, in_time=in_time) from error
     connection.settimeout(None)
     return Attached(connection, reply, tuple(descriptors), calls, arrived)
 
