@@ -2,7 +2,7 @@
 
 `python -m tests.rigs.kv_cache_specs [NAME ...]` builds each model without memory (torch's meta device) and prints its
 specs; without names it writes them all to `tests/golden/kv_cache_specs.json`. It takes minutes, so the tests of
-`kvdepotctl size` read the file.
+`kvdepotctl size` read the file. A long test compares some models with it (`tests/e2e/test_model_sizes.py`).
 
 The published models are those of the page docs/capacity.md. Their files are from the folder
 `aic-core/src/aiconfigurator_core/model_configs` of ai-dynamo/aiconfigurator (commit 095f58a5; Qwen3-Next: commit
@@ -58,6 +58,7 @@ def specs_of(config: dict[str, Any], ranks: int) -> dict[str, Any]:
         arguments = EngineArgs(
             model=folder, skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, max_model_len=8192,
             enable_prefix_caching=True, tensor_parallel_size=ranks, block_size=BLOCK_TOKENS,
+            mamba_ssm_cache_dtype="float32",  # some CPUs have no other: the specs are the same on all
         )  # fmt: skip
         engine = arguments.create_engine_config()
         _start_groups(engine)

@@ -30,7 +30,13 @@ _HEAD = f"""\
 _FOOT = """
 Several ranks together take the same, with two exceptions. Ranks beyond the number of KV heads each store a copy of a
 head. Hybrid models have smaller chunks. The `config.json` of each model lies in `tests/golden/model_configs`.
-`tests/rigs/kv_cache_specs.py` names their source. The layers of each are compared with vLLM's own KV-cache specs.
+`tests/rigs/kv_cache_specs.py` names their source.
+
+The layers of each are compared with vLLM's own KV-cache specs. vLLM builds the models without weights, on a CPU:
+
+- Qwen3.5 is built as Qwen3-Next, which has the same layers. vLLM's own class needs the packages for images.
+- Nemotron is built with plain layers in place of experts, which need a GPU and have no KV cache.
+- FP8 weights are left out.
 """
 
 
