@@ -30,6 +30,8 @@ WITHOUT_THE_DAEMON = {
     "KVDepotDriveWrites",
 }  # fmt: skip
 """Alerts on what no daemon can say of itself."""
+DESCRIPTION_MAX = 120
+"""A message on a phone shows about as much."""
 NOT_OURS = ("up", "process_cpu_seconds_total", "vllm:time_to_first_token_seconds_bucket")
 needs_promtool = pytest.mark.skipif(bool(NO_PROMTOOL), reason=NO_PROMTOOL)
 
@@ -88,6 +90,20 @@ def test_every_panel_says_its_unit_and_what_it_means_and_links_to_the_pages() ->
 
 
 @pytest.mark.requirement("P10")
+def test_every_state_of_a_timeline_has_a_word_and_a_colour() -> None:
+    timelines = {panel["title"]: panel for panel in _panels() if panel["type"] == "state-timeline"}
+    assert timelines.keys() == {"Health problems", "State of each tier", "Switched off"}
+    for title, panel in timelines.items():
+        (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+        kind, options = mapping["type"], mapping["options"]
+        if kind == "range":  # all that the queries leave over is trouble
+            assert (options["from"], options["to"]) == (1, None), title
+            assert all(target["expr"].endswith(" > 0") for target in panel["targets"]), title
+        results = [options["result"]] if kind == "range" else list(options.values())
+        assert all(one["text"] and one["color"] for one in results), title
+
+
+@pytest.mark.requirement("P10")
 def test_every_state_of_a_tier_has_a_name_and_a_colour() -> None:
     (panel,) = (panel for panel in _panels() if panel["title"] == "State of each tier")
     (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
@@ -112,6 +128,8 @@ def test_every_alert_asks_for_what_exists_and_says_what_is_wrong(rule: str) -> N
     assert [why for one in found if (why := why_unknown(one))] == []
     assert re.search(r"labels: \{severity: (warning|critical)\}", rule)
     assert "summary: " in rule
+    (description,) = re.findall(r'^ +description: "(.+)"$', rule, re.MULTILINE)
+    assert description.endswith(".") and len(description) <= DESCRIPTION_MAX
 
 
 def test_every_alert_has_a_test() -> None:
