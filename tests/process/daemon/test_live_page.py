@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from kvdepot.core.units import count_text, duration_text, size_text
 
 from tests.rigs.browser import NEEDS_CHROMIUM, Browser
 from tests.rigs.daemon_process import DaemonProcess
@@ -18,6 +19,8 @@ from tests.rigs.screenshots import Chats, shoot
 
 SHOWN = "document.getElementById('verdict')?.textContent.startsWith('HEALTH_')"
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+BACKGROUNDS = {False: "rgb(255, 255, 255)", True: "rgb(17, 19, 24)"}
 
 
 @pytest.fixture
@@ -42,8 +45,7 @@ def test_the_page_of_a_daemon_with_traffic_fits_and_makes_no_complaint(browser: 
             assert browser.value("document.querySelectorAll('main b, header b').length") == 0
             assert "engine</b>" not in text
             assert browser.value(OVERFLOW) == 0
-            back = browser.value("getComputedStyle(document.body).backgroundColor")
-            assert back == ("rgb(17, 19, 24)" if dark else "rgb(255, 255, 255)")
+            assert browser.value("getComputedStyle(document.body).backgroundColor") == BACKGROUNDS[dark]
             assert browser.value("document.querySelectorAll('#stored div').length") == 60
     assert browser.complaints == []
     asked = {one.partition("?")[0] for one in browser.requests if not one.startswith(("data:", "about:"))}
@@ -52,7 +54,22 @@ def test_the_page_of_a_daemon_with_traffic_fits_and_makes_no_complaint(browser: 
 
 @NEEDS_CHROMIUM
 @pytest.mark.requirement("O5")
-def test_long_names_and_large_figures_fit_on_a_phone_and_are_text(browser: Browser, daemon: DaemonProcess) -> None:
+def test_sizes_counts_and_durations_are_those_of_the_other_outputs(browser: Browser, daemon: DaemonProcess) -> None:
+    browser.open(f"{daemon.metrics}/", width=1280)
+    browser.wait_for(SHOWN)
+    numbers = [
+        0, 1, 59, 60, 999, 1000, 1023, 1024, 3599, 12_400, 86_399, 90_061, 116_939_000, 218_103_808, 10**13, 1 << 62,
+    ]  # fmt: skip
+    for function, text in (("bytes", size_text), ("count", count_text), ("time", duration_text)):
+        assert browser.value(f"{json.dumps(numbers)}.map({function})") == [text(number) for number in numbers]
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.requirement("O5")
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1280, True)])
+def test_long_names_and_large_figures_of_100_tiers_fit_and_are_text(
+    browser: Browser, daemon: DaemonProcess, width: int, dark: bool
+) -> None:
     with urlopen(f"{daemon.metrics}/live.json") as answer:
         live = json.load(answer)
     evil = "<img src=x onerror=console.error(1)>"
@@ -92,14 +109,15 @@ def test_long_names_and_large_figures_fit_on_a_phone_and_are_text(browser: Brows
     browser.call("Page.addScriptToEvaluateOnNewDocument", source=(
         f"window.fetch = async () => new Response(JSON.stringify({json.dumps(live)}));"
     ))  # fmt: skip
-    browser.open(f"{daemon.metrics}/", width=390)
+    browser.open(f"{daemon.metrics}/", width=width, dark=dark)
     browser.wait_for(SHOWN)
     assert browser.value(OVERFLOW) == 0
+    assert browser.value("getComputedStyle(document.body).backgroundColor") == BACKGROUNDS[dark]
     assert browser.value("document.images.length") == 0
     assert browser.value("document.querySelectorAll('#tiers .row').length") == 100
     assert browser.value("document.querySelectorAll('#what-if .row').length") == 6
     curves = browser.value("document.getElementById('what-if').innerText")
-    assert "1000000000 requests in 60 min; measured, all tiers: 42 %" in curves
+    assert "1000000000 requests in 1 h; measured, all tiers: 42 %" in curves
     assert "not enough sampled requests yet (7 of 200)" in curves
     assert curves.count("(at most)") == 1
     assert curves.count("or more") == 1
