@@ -30,6 +30,7 @@ DURATION_UNITS_SECONDS: Final[dict[str, Fraction]] = {
 }
 _SIZE_BYTES_END: Final = 1 << 63
 """First size that files, messages and Prometheus cannot represent."""
+_SHORT_COUNT_END: Final = 100_000
 _NUMBER = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", re.ASCII)
 _SIZES = 'a size such as "64GiB", "4MiB" or "512KiB" (B, KiB, MiB, GiB, TiB, PiB)'
 _DURATIONS = 'a duration such as "50ms", "120s", "5m" or "7d" (us, ms, s, m, h, d)'
@@ -96,6 +97,16 @@ def count_text(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f}"
+
+
+def short_count_text(count: float) -> str:
+    """Return a number of up to five digits as it is, and a longer one as `count_text` does ("99999", "100.0 k")."""
+    return f"{count:.0f}" if abs(count) < _SHORT_COUNT_END else count_text(count)
+
+
+def percent_text(share: float, decimals: int = 0) -> str:
+    """Return a part of 1 for people ("38 %", with one decimal "38.1 %")."""
+    return f"{100 * share:.{decimals}f} %"
 
 
 def duration_text(seconds: float) -> str:

@@ -123,3 +123,18 @@ def test_negative_values_are_not_formatted() -> None:
 )
 def test_durations_for_people_have_two_units(seconds: float, text: str) -> None:
     assert units.duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (99_999, "99999"), (100_000, "100.0 k"), (116_939_000.0, "116.9 M"), (-3, "-3")]
+)
+def test_counts_of_up_to_five_digits_are_exact(count: float, text: str) -> None:
+    assert units.short_count_text(count) == text
+
+
+def test_a_part_is_a_percentage_with_a_space() -> None:
+    assert (units.percent_text(0.3812), units.percent_text(0.3812, 1)) == ("38 %", "38.1 %")
+
+
+def test_a_printed_size_can_be_typed() -> None:
+    assert units.parse_size_bytes(units.size_text(200 << 30)) == 200 << 30

@@ -44,11 +44,18 @@ _RAM: Final = "ram"
 _OBJECT_BYTES: Final = 16 << 20
 _NAMESPACES_MAX: Final = 100
 _LABEL: Final = "kvdepotctl bench"
+POSSIBLE_SHARE_MAX: Final = 1.2
+"""Nothing is faster than what it is made of; a fifth is the error of a quiet machine."""
+ROUNDS_AGREE: Final = 2.0
+"""The largest share of a round is at most so many times the smallest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes a second. `limit_name` and `limit`: what it is compared with, 0 if not known. `note`: why not."""
+    """Bytes a second. `limit_name` and `limit`: what it is compared with, 0 if not known. `note`: why not.
+
+    `shares`: of the limit, round by round, where both were measured in turns.
+    """
 
     tier: str
     way: str  # load or store
@@ -56,10 +63,20 @@ class Measured:
     limit_name: str = ""
     limit: float = 0.0
     note: str = ""
+    shares: tuple[float, ...] = ()
 
     @property
     def share(self) -> float:
         return self.rate / self.limit if self.limit else 0.0
+
+    @property
+    def doubt(self) -> str:
+        """Return why the machine is too noisy to tell the share; empty if it is not."""
+        if self.share > POSSIBLE_SHARE_MAX:
+            return f"a share of {self.share:.2f} is impossible"
+        if self.shares and max(self.shares) > ROUNDS_AGREE * min(self.shares):
+            return f"rounds found shares from {min(self.shares):.2f} to {max(self.shares):.2f}"
+        return ""
 
     def times(self, bytes_per_token: float, prefill: float) -> float:
         """How many times as fast as tokens are computed it moves them."""
@@ -140,7 +157,8 @@ class Bench:
             loads.append(self._bytes / self._load(counted=False))
         memcpy = statistics.median(copies)
         yield Measured(_RAM, "store", stored, "memcpy", memcpy)
-        yield Measured(_RAM, "load", statistics.median(loads), "memcpy", memcpy)
+        shares = tuple(load / copy for load, copy in zip(loads, copies, strict=True))
+        yield Measured(_RAM, "load", statistics.median(loads), "memcpy", memcpy, shares=shares)
         for tier in tiers:
             if tier.name != _RAM:
                 yield from self._tier(tier.name)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvdepot.core.bars import bar
 from kvdepot.core.printable import printable
-from kvdepot.core.units import duration_text, size_text
+from kvdepot.core.units import duration_text, percent_text, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ def curve_lines(status: DaemonStatus, columns: int, glyphs: Glyphs) -> Iterator[
 def _tier_lines(name: str, above: str, found: WhatIfStatus, columns: int, glyphs: Glyphs) -> Iterator[str]:
     span = f"{found.requests} requests in {duration_text(found.window_seconds)}"
     measured = found.measured_hit_ratio
-    told = "" if measured is None else f"; measured, all tiers: {100 * measured:.0f} %"
+    told = "" if measured is None else f"; measured, all tiers: {percent_text(measured)}"
     yield f"{name}{above}: {span}{told}"
     yield f"{'FACTOR':>8}{'CAPACITY':>13}{'HIT RATE':>13}"
     for one in found.points:
@@ -46,7 +46,7 @@ def _tier_lines(name: str, above: str, found: WhatIfStatus, columns: int, glyphs
         if one.hit_ratio is None:
             yield f"{figures}   not enough sampled requests yet ({one.sampled_requests} of {found.requests_min})"
         else:
-            rate = f"{100 * one.hit_ratio:.1f} %{' ' if one.full else NOT_FULL}"
+            rate = f"{percent_text(one.hit_ratio, 1)}{' ' if one.full else NOT_FULL}"
             yield f"{figures}{rate:>14}  {bar(one.hit_ratio, columns - _FIGURES, glyphs)}"
     if found.upper_bound and any(one.hit_ratio is not None for one in found.points):
         yield "at most: this disk gets a part of it, and the table assumes everything"

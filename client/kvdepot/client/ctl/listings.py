@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.ctl.as_json import kind_names, to_json
@@ -76,7 +76,7 @@ def print_namespaces(page: NamespacePage, console: Console) -> None:
     if not page.namespaces:
         console.print("no namespace is known")
         return
-    table = new_table("namespaces", "namespace", "label", "tenant", "chunks", "tier", "objects", "size", "last used")
+    table = new_table("namespaces", "namespace", "label", "tenant", ">chunks", "tier", "objects", ">size", ">last used")
     for namespace in page.namespaces:
         _add_namespace(table, namespace)
     show(console, table)
@@ -100,7 +100,7 @@ def print_chunks(namespace_id: bytes, page: ChunkPage, console: Console) -> None
     if page.chunks:
         digits = _digits_that_tell_apart(chunk.key for chunk in page.chunks)
         title = f"chunks of namespace {namespace_id.hex()[:_ID_DIGITS]}"
-        table = new_table(title, "key", "parent", "tokens", "usable", *map(escape, page.tiers), "size")
+        table = new_table(title, "key", "parent", ">tokens", "usable", *map(escape, page.tiers), ">size")
         for chunk in page.chunks:
             table.add_row(
                 chunk.key.hex()[:digits],
@@ -126,36 +126,52 @@ def _held(chunk: Chunk) -> list[str]:
 
 def print_namespace_description(found: NamespaceDescription, pins: Sequence[PinStatus], console: Console) -> None:
     contents, spec = found.contents, found.spec
-    console.print(f"namespace {contents.namespace_id.hex()} {escape(contents.label)}", soft_wrap=True)
-    console.print(f"{contents.chunks} chunks, last used {duration_text(contents.idle_seconds)} ago")
-    table = new_table("tiers", "tier", "objects", "size")
-    for tier in contents.tiers:
-        objects = " ".join(f"{kind_text(kind)}:{count}" for kind, count in sorted(tier.objects.items()))
-        table.add_row(escape(tier.tier), objects or "0", size_text(tier.size_bytes))
-    show(console, table)
-    if pins:
-        show(console, pins_table(pins))
     engines = ", ".join(map(escape, found.engines))
-    console.print(f"engines: {engines}" if engines else "no engine is attached", soft_wrap=True)
-    if spec is None:
-        console.print("its fields are known once an engine registers it with this run of the daemon")
-        return
+    parts: list[Table | str] = [
+        f"namespace {contents.namespace_id.hex()} {escape(contents.label)}",
+        f"{contents.chunks} chunks, last used {duration_text(contents.idle_seconds)} ago",
+        f"engines: {engines}" if engines else "no engine is attached",
+        *(
+            _spec_lines(spec)
+            if spec
+            else ["its fields are known once an engine registers it with this run of the daemon"]
+        ),
+        _tiers(contents),
+    ]
+    if pins:
+        parts.append(pins_table(pins))
+    if spec is not None:
+        parts += [_groups(spec), _identity(spec)]
+    show(console, *parts)
+
+
+def _spec_lines(spec: NamespaceSpec) -> Iterator[str]:
     epoch = epoch_text(spec.epoch, spec.bumps) or "(none)"
-    console.print(f"tenant {escape(spec.tenant) or '(none)'}, epoch {epoch}", soft_wrap=True)
+    yield f"tenant {escape(spec.tenant) or '(none)'}, epoch {epoch}"
     sizes = ", ".join(
         f"{kind_text(kind)} {size_text(size_bytes)}" for kind, size_bytes in sorted(spec.object_bytes.items())
     )
-    console.print(f"chunks of {spec.chunk_tokens} tokens; object sizes: {sizes}", soft_wrap=True)
-    show(console, _groups(spec))
+    yield f"chunks of {spec.chunk_tokens} tokens; object sizes: {sizes}"
+
+
+def _tiers(contents: NamespaceContents) -> Table:
+    table = new_table("tiers", "tier", "objects", ">size")
+    for tier in contents.tiers:
+        objects = " ".join(f"{kind_text(kind)}:{count}" for kind, count in sorted(tier.objects.items()))
+        table.add_row(escape(tier.tier), objects or "0", size_text(tier.size_bytes))
+    return table
+
+
+def _identity(spec: NamespaceSpec) -> Table:
     table = new_table("identity", "field", "value")
     for path, text in sorted(spec.fields_by_path().items()):
         if path.startswith(_IDENTITY):
             table.add_row(escape(path.removeprefix(_IDENTITY)), escape(text))
-    show(console, table)
+    return table
 
 
 def _groups(spec: NamespaceSpec) -> Table:
-    table = new_table("groups", "kind", "block tokens", "window tokens", "bytes a block and rank", "layers")
+    table = new_table("groups", "kind", ">block tokens", ">window tokens", "bytes a block and rank", ">layers")
     for group in spec.groups:
         each = " ".join(map(str, group.rank_block_bytes)) + (" (replicated)" if group.replicated else "")
         window = str(group.window_tokens) if group.window_tokens else ""
@@ -167,15 +183,11 @@ def print_chunk_description(namespace_id: bytes, found: ChunkDescription, consol
     chunk = found.chunk
     usable = "usable" if chunk.usable else "not usable: no request could resume here"
     more = "more than " if found.more_children else ""
-    console.print(f"chunk {chunk.key.hex()} of namespace {namespace_id.hex()}", soft_wrap=True)
-    console.print(
-        f"ends at {chunk.boundary_tokens} tokens, {usable}; ancestors: {found.depth}, children: {more}{found.children}"
-    )
+    ends = f"ends at {chunk.boundary_tokens} tokens, {usable}"
     path = " ".join(key.hex()[:_ID_DIGITS] for key in found.path)
     left_out = " ..." if found.depth > len(found.path) else ""
-    console.print(f"path to the root: {path}{left_out}" if path else "it is a first chunk", soft_wrap=True)
     table = new_table(
-        "objects", "tier", "kind", "state", "size", "stored", "checksum", "sequence", "generation", "pieces"
+        "objects", "tier", "kind", "state", ">size", ">stored", "checksum", ">sequence", ">generation", ">pieces"
     )
     for one in found.objects:
         in_arena = bool(one.extents)
@@ -186,18 +198,24 @@ def print_chunk_description(namespace_id: bytes, found: ChunkDescription, consol
             "" if in_arena else size_text(one.stored_bytes), one.checksum.hex()[:_ID_DIGITS] or "not known",
             str(one.sequence or ""), str(one.generation) if in_arena else "", str(one.extents or ""),
         )  # fmt: skip
-    show(console, table)
-    _print_loans(found, console)
+    show(
+        console,
+        f"chunk {chunk.key.hex()} of namespace {namespace_id.hex()}",
+        f"{ends}; ancestors: {found.depth}, children: {more}{found.children}",
+        f"path to the root: {path}{left_out}" if path else "it is a first chunk",
+        table,
+        _loans(found),
+    )
 
 
-def _print_loans(found: ChunkDescription, console: Console) -> None:
+def _loans(found: ChunkDescription) -> Table | str:
     table = new_table("lent", "kind", "to", "for", "pids", "lease")
     for one in found.objects:
         for loan in one.loans:
             lease = f"{loan.lease_id:016x}" if loan.lease_id else ""
             pids = " ".join(map(str, loan.pids))
             table.add_row(kind_text(one.kind), escape(loan.engine_id), escape(loan.mode), pids, lease)
-    show(console, table if table.row_count else "lent to nobody")
+    return table if table.row_count else "lent to nobody"
 
 
 def _print_cursor(cursor: str, console: Console) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.health import DISABLED
 from kvdepot.core.hit_rate import HitRate
-from kvdepot.core.units import count_text, duration_text, size_text
+from kvdepot.core.units import duration_text, short_count_text, size_text
 from kvdepot.core.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ def _print_tier(tier: TierStatus, console: Console) -> None:
     used = f"{size_text(tier.used_bytes)} of {size_text(tier.capacity_bytes)}"
     cells = _BAR_WIDE if console.width >= _WIDE_COLUMNS else _BAR_NARROW
     bar = "#" * round(cells * filled(tier))
-    objects = str(tier.objects) if tier.objects < 100_000 else count_text(tier.objects)
     state, style = state_of(tier)
     after = "" if state in ("ready", "") else f"   {state}"
+    objects = short_count_text(tier.objects)
     label, figures = f"{tier.name:<{_INDENT - 1}} ", f"{used:<22} {bar:.<{cells}}  {objects:>7} objects"
     if len(label + figures + after) > console.width:  # a name may have 32 letters
         _print(console, escape(label))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.calls import Kind
 from kvdepot.core.control import switch_states
 from kvdepot.core.endurance import written_per_hit_byte
 from kvdepot.core.hit_rate import HitRate
-from kvdepot.core.units import duration_text, size_text
+from kvdepot.core.units import duration_text, short_count_text, size_text
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from kvdepot.core.epochs import Epochs
     from kvdepot.core.report import DaemonStatus, PinStatus, QuotaStatus, SwitchesStatus
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 _IDS = frozenset({"engine", "namespace", "tenant", "tier", "path to", "key", "parent", "lease", "to", "peer", "reader"})
 """Columns whose texts people copy."""
+NUMBERS: Final = ">"
+"""Begins the name of a column that has numbers."""
 _WIDTH_MAX = 1000
+_WHOLE_SECONDS: Final = 60
+"""From here on, parts of a second say nothing."""
 
 
 def kind_text(kind: int) -> str:
@@ -29,23 +34,42 @@ def kind_text(kind: int) -> str:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """Make a table: text in the first column, the others aligned right. Wide cells wrap, so that ids stay whole."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    """Make a table. Wide cells wrap, so that ids stay whole.
+
+    Args:
+        title: printed above the table; empty for none.
+        columns: a column with `>` before its name has numbers, and is aligned to the right.
+    """
+    table = Table(
+        title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False,
+        pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for column in columns:
+        name = column.removeprefix(NUMBERS)
+        table.add_column(name, justify="left" if name == column else "right", overflow="fold")
     return table
 
 
-def show(console: Console, *tables: Table | str) -> None:
-    """Print them with each id and each word in one line, also on a terminal that is narrower than that."""
+def show(console: Console, *parts: Table | str) -> None:
+    """Print tables and lines, with an empty line before each table but the first part.
+
+    Each id, word and number is in one line, also on a terminal that is narrower than that.
+    """
     width, wide = console.width, console.options.update(max_width=_WIDTH_MAX)
-    for table in tables:
+    for number, table in enumerate(parts):
         if isinstance(table, str):
             console.print(table, soft_wrap=True)
             continue
+        if number:
+            console.print()
         for column in table.columns:
-            sizes = [console.measure(cell, options=wide) for cell in (column.header, *column.cells)]
-            column.min_width = max(size.maximum if column.header in _IDS else size.minimum for size in sizes)
+            sizes = [console.measure(cell, options=wide) for cell in column.cells]
+            whole = column.header in _IDS or column.justify == "right"
+            header = console.measure(column.header, options=wide)
+            column.min_width = max(
+                header.maximum if column.header in _IDS else header.minimum,
+                *[size.maximum if whole else size.minimum for size in sizes] or [0],
+            )
         console.width = _WIDTH_MAX
         console.print(table, width=width)
         console.width = width
@@ -57,48 +81,50 @@ def pin_text(pin: PinStatus) -> str:
 
 
 def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> None:
-    """One table a subject; empty ones are a line."""
+    """Print a table a subject; empty ones are a line."""
     state = "[green]ready[/]" if status.ready else f"[red]not ready[/]: {escape(status.reason) or 'no reason given'}"
     up = duration_text(status.uptime_seconds)
-    console.print(f"kvdepotd {escape(status.daemon_version)}, pid {status.pid}, up {up}, {state}", soft_wrap=True)
-    console.print(f"arena {status.arena_id:016x}, run {status.run}")
-    console.print(f"hit rate {HitRate.of(status.counters)}", soft_wrap=True)
-    _print_switches(status.switches, console)
-    _print_epochs(status.epochs, console)
-    show(console, _tiers(status))
+    parts: list[Table | str] = [
+        f"kvdepotd {escape(status.daemon_version)}, pid {status.pid}, up {up}, {state}",
+        f"arena {status.arena_id:016x}, run {status.run}",
+        f"hit rate {HitRate.of(status.counters)}",
+        *_switches(status.switches),
+        *_epochs(status.epochs),
+        _tiers(status),
+    ]
     if any(tier.kind != "ram" for tier in status.tiers):
-        show(console, _media(status))
-        show(console, _prefetch(status))
-    show(console, _sessions(status) if status.sessions else "no engine is attached")
+        parts += [_media(status), _prefetch(status)]
+    parts.append(_sessions(status) if status.sessions else "no engine is attached")
     if status.tenants:
-        show(console, _tenants(status))
+        parts.append(_tenants(status))
     if status.quotas:
-        show(console, quotas_table(status.quotas))
+        parts.append(quotas_table(status.quotas))
     if status.pins:
-        show(console, pins_table(status.pins))
-    show(console, _namespaces(status) if status.namespaces else "no namespace is known")
+        parts.append(pins_table(status.pins))
+    parts.append(_namespaces(status) if status.namespaces else "no namespace is known")
     if counters:
-        show(console, _counters(status))
+        parts.append(_counters(status))
+    show(console, *parts)
 
 
-def _print_switches(switches: SwitchesStatus, console: Console) -> None:
-    """Nothing where all are on."""
+def _switches(switches: SwitchesStatus) -> Iterator[str]:
+    """Yield nothing where all are on."""
     for switch, state in switch_states(switches).items():
         if state.anywhere_off:
             whom = "all namespaces" if state.off else ", ".join(one.hex()[:12] for one in state.off_namespaces)
-            console.print(f"[red]{switch} are off[/] for {whom}", soft_wrap=True)
+            yield f"[red]{switch} are off[/] for {whom}"
 
 
-def _print_epochs(epochs: Epochs, console: Console) -> None:
-    """Nothing where none was bumped."""
+def _epochs(epochs: Epochs) -> Iterator[str]:
+    """Yield nothing where none was bumped."""
     if epochs.bump or epochs.invalidated_namespaces:
         count = len(epochs.invalidated_namespaces)
         individually = f", {count} namespaces invalidated individually" if count else ""
-        console.print(f"bump counter {epochs.bump}{individually}")
+        yield f"bump counter {epochs.bump}{individually}"
 
 
 def _tiers(status: DaemonStatus) -> Table:
-    table = new_table("tiers", "tier", "state", "used", "lent", "ready", "capacity", "objects", "unverified")
+    table = new_table("tiers", "tier", "state", ">used", ">lent", ">ready", ">capacity", ">objects", ">unverified")
     for tier in status.tiers:
         state = tier.state + (f" ({tier.reason})" if tier.reason else "")
         sizes = (tier.used_bytes, tier.lent_bytes, tier.ready_bytes, tier.capacity_bytes)
@@ -110,8 +136,8 @@ def _tiers(status: DaemonStatus) -> Table:
 def _media(status: DaemonStatus) -> Table:
     """Return the table of what only tiers below RAM have."""
     table = new_table(
-        "media", "tier", "breaker", "queued objects", "queued", "written today", "written per hit byte", "quarantined",
-        "role",
+        "media", "tier", "breaker", ">queued objects", ">queued", ">written today", ">written per hit byte",
+        ">quarantined", "role",
     )  # fmt: skip
     for tier in status.tiers:
         if tier.kind != "ram":
@@ -126,7 +152,7 @@ def _media(status: DaemonStatus) -> Table:
 
 def _prefetch(status: DaemonStatus) -> Table:
     """Return the table of prefetch, and of what came of it since the daemon started."""
-    table = new_table("prefetch", "requests", "objects", "held", "read ahead", "used", "wasted")
+    table = new_table("prefetch", ">requests", ">objects", ">held", ">read ahead", ">used", ">wasted")
     ram = next(tier for tier in status.tiers if tier.kind == "ram")
     wasted = sum(value for name, value in status.counters.items() if name.startswith("prefetch_wasted_bytes."))
     since = (status.counters.get("prefetched_bytes", 0), status.counters.get("prefetch_used_bytes", 0), wasted)
@@ -139,7 +165,7 @@ def _prefetch(status: DaemonStatus) -> Table:
 
 def pins_table(pins: Iterable[PinStatus]) -> Table:
     """Return the table of pins: what RAM holds of each, as of some seconds ago."""
-    table = new_table("pins", "namespace", "path to", "ends in", "chunks", "objects kept", "size")
+    table = new_table("pins", "namespace", "path to", ">ends in", ">chunks", ">objects kept", ">size")
     for pin in pins:
         table.add_row(
             pin.namespace_id.hex()[:12], pin.key.hex()[:12] or "(all)", duration_text(pin.seconds_left),
@@ -150,7 +176,9 @@ def pins_table(pins: Iterable[PinStatus]) -> Table:
 
 def quotas_table(quotas: Iterable[QuotaStatus]) -> Table:
     """Return the table of quotas: a line per holder, or one for a quota that nobody uses."""
-    table = new_table("quotas", "tenant", "namespace", "tier", "used", "capacity", "objects refused", "objects evicted")
+    table = new_table(
+        "quotas", "tenant", "namespace", "tier", ">used", ">capacity", ">objects refused", ">objects evicted"
+    )
     for quota in quotas:
         for owner in quota.owners:
             tenant = "(unknown)" if owner.tenant is None else owner.tenant
@@ -172,7 +200,7 @@ def quotas_table(quotas: Iterable[QuotaStatus]) -> Table:
 def _tenants(status: DaemonStatus) -> Table:
     """Return the table of tenants of the configuration."""
     table = new_table(
-        "tenants", "tenant", "RAM used", "credit used", "credit", "engines", "objects refused", "loads refused"
+        "tenants", "tenant", ">RAM used", ">credit used", ">credit", ">engines", ">objects refused", ">loads refused"
     )
     for tenant in status.tenants:
         sizes = (tenant.used_bytes, tenant.credit_used_bytes, tenant.credit_bytes)
@@ -185,7 +213,7 @@ def _tenants(status: DaemonStatus) -> Table:
 
 def _sessions(status: DaemonStatus) -> Table:
     table = new_table(
-        "engines", "engine", "ranks", "scheduler", "leases", "lent objects", "credit used", "credit", "pids"
+        "engines", "engine", ">ranks", "scheduler", ">leases", ">lent objects", ">credit used", ">credit", "pids"
     )
     for session in status.sessions:
         table.add_row(
@@ -202,7 +230,7 @@ def _sessions(status: DaemonStatus) -> Table:
 
 
 def _namespaces(status: DaemonStatus) -> Table:
-    table = new_table("namespaces", "namespace", "label", "tenant", "epoch", "chunk tokens", "objects", "size")
+    table = new_table("namespaces", "namespace", "label", "tenant", "epoch", ">chunk tokens", "objects", ">size")
     for namespace in status.namespaces:
         objects = " ".join(f"{kind_text(kind)}:{count}" for kind, count in sorted(namespace.objects.items()))
         table.add_row(
@@ -223,7 +251,17 @@ def epoch_text(epoch: str, bumps: int) -> str:
 
 
 def _counters(status: DaemonStatus) -> Table:
-    table = new_table("counters", "counter", "value")
+    table = new_table("counters", "counter", ">value")
     for name, value in sorted(status.counters.items()):
-        table.add_row(escape(name), f"{value:g}")
+        table.add_row(escape(name), counter_text(name, value))
     return table
+
+
+def counter_text(name: str, value: float) -> str:
+    """Return the value of a counter in the unit that its name ends with, before the first label."""
+    family = name.partition(".")[0]
+    if family.endswith("_bytes"):
+        return size_text(value)
+    if family.endswith("_seconds"):
+        return duration_text(value) if value >= _WHOLE_SECONDS else f"{value:.2f} s"
+    return short_count_text(value)

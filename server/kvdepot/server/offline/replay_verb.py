@@ -16,7 +16,7 @@ from kvdepot.core.bars import Glyphs, bar, glyphs_for
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.eviction import DEFAULT_POLICY, policy_names
 from kvdepot.core.trace_file import Trace, coarser, read_trace
-from kvdepot.core.units import parse_size_bytes, size_text
+from kvdepot.core.units import parse_size_bytes, percent_text, size_text
 from kvdepot.core.write_admission import DRIVE_WRITES_PER_DAY
 from kvdepot.server.depot.types import TierConfig, WritePolicy
 from kvdepot.server.offline.replay import Disk, Hits, Replay, capacities, recorded, unique_bytes
@@ -226,7 +226,7 @@ def _cells(one: dict[str, Any], *, disks: bool, chunks: bool) -> Cells:
         "write": one["write"] or "",
         "eviction": one["eviction"],
         "chunks": "" if factor is None else f"x{factor}",
-        "hit rate": f"{one['hit_rate']:.1%}",
+        "hit rate": percent_text(one["hit_rate"], 1),
         "tokens hit": str(one["hit_tokens"]),
         "written": size_text(one["written_bytes"]) if "written_bytes" in one else "",
         "per hit": "" if cost is None else f"{cost:.2f}",

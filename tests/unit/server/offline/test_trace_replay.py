@@ -138,7 +138,7 @@ def test_kvdepotd_replay_prints_a_row_for_each_size_and_policy(
     assert said["recorded"] == {"asked_tokens": 2560, "hit_tokens": 1536, "hit_rate": 0.6}
     assert [(one["ram_bytes"], one["hit_rate"]) for one in said["replayed"]] == [(1 << 20, 0.3), (1 << 30, 0.6)]
     assert app.main(arguments) == 0
-    assert "1.00 GiB  lru          60.0%            1536  ██" in capsys.readouterr().out
+    assert "1.00 GiB  lru         60.0 %            1536  ██" in capsys.readouterr().out
     assert app.main(["replay", str(tmp_path / "trace")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + 1 + 3 + 1  # 1, 2 and 4 MiB
 

@@ -82,12 +82,7 @@ def bench(
             f"chunks of {chunk_tokens} tokens, {size_text(object_bytes)} ({escape(shape.label)}){rate}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-        console.print(_table(found, total, per_token, prefill))
-        for one in found:
-            if one.note:
-                console.print(escape(f"{one.tier}, {one.way}: {one.note}"), highlight=False)
-        if prefill:
-            console.print(_verdict(found, per_token, prefill), highlight=False, soft_wrap=True)
+        print_measured(found, total, per_token, prefill, console)
     slow = prefill and any(one.way == "load" and one.times(per_token, prefill) < 1 for one in found)
     return EXIT_SLOW if slow else 0
 
@@ -100,17 +95,33 @@ def _record(found: list[Measured], total: int, per_token: float, prefill: float 
         "bytes": total,
         "bytes_per_token": per_token,
         "measured": [
-            asdict(one) | {"share": one.share, "times_prefill": one.times(per_token, prefill or 0.0)} for one in found
+            asdict(one)
+            | {"share": one.share, "doubt": one.doubt, "times_prefill": one.times(per_token, prefill or 0.0)}
+            for one in found
         ],
     }
 
 
+def print_measured(
+    found: list[Measured], total: int, per_token: float, prefill: float | None, console: Console
+) -> None:
+    """Print the table, what is to be said of its lines, and how each tier compares with computing."""
+    console.print(_table(found, total, per_token, prefill))
+    for one in found:
+        remarks = (f"this machine is too noisy to tell; {one.doubt}" if one.doubt else "", one.note)
+        for remark in filter(None, remarks):
+            console.print(escape(f"{one.tier}, {one.way}: {remark}"), highlight=False)
+    if prefill:
+        console.print(_verdict(found, per_token, prefill), highlight=False, soft_wrap=True)
+
+
 def _table(found: list[Measured], total: int, per_token: float, prefill: float | None) -> Table:
-    columns = ["tier", "way", "rate", "beside", "share", "tokens/s", *(["times prefill"] if prefill else [])]
-    table = new_table(f"{size_text(total)}, {per_token / 1024:.1f} KiB a token", *columns)
+    columns = ["tier", "way", ">rate", "beside", ">share", ">tokens/s", *([">times prefill"] if prefill else [])]
+    table = new_table(f"{size_text(total)}, {size_text(per_token)} a token", *columns)
     for one in found:
         beside = f"{one.limit_name} {_rate(one.limit)}" if one.limit else ""
-        cells = [escape(one.tier), one.way, _rate(one.rate), beside, f"{one.share:.2f}" if one.limit else ""]
+        share = "too noisy" if one.doubt else f"{one.share:.2f}" if one.limit else ""
+        cells = [escape(one.tier), one.way, _rate(one.rate), beside, share]
         cells.append(f"{one.rate / per_token:,.0f}" if one.rate else "")
         if prefill:
             cells.append(f"{one.times(per_token, prefill):.1f}" if one.way == "load" else "")
@@ -124,9 +135,11 @@ def _verdict(found: list[Measured], per_token: float, prefill: float) -> str:
         if one.way == "load":
             times = one.times(per_token, prefill)
             slow = f"slower than computing ({times:.2f} times as fast): its loads cost more time than they save"
-            said.append(f"{escape(one.tier)}: {slow if times < 1 else f'{times:.1f} times as fast as computing'}")
+            verdict = slow if times < 1 else f"{times:.1f} times as fast as computing"
+            doubt = ", but this machine is too noisy to tell" if one.doubt else ""
+            said.append(f"{escape(one.tier)}: {verdict}{doubt}")
     return "\n".join(said)
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second else ""
+    return f"{size_text(bytes_per_second)}/s" if bytes_per_second else ""

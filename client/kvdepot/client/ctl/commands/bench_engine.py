@@ -14,13 +14,14 @@ import click
 from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
-from kvdepot.client.ctl.engine_bench.measuring import Found, Measuring, fillers, percent
+from kvdepot.client.ctl.engine_bench.measuring import Found, Measuring, fillers
 from kvdepot.client.ctl.engine_bench.page import page
 from kvdepot.client.ctl.engine_bench.server import EngineBenchError, EngineServer
 from kvdepot.client.ctl.engine_bench.workloads import WORKLOADS, items
 from kvdepot.client.ctl.printer import new_table
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.units import percent_text
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def engine(
         "model": model, "workload": f"{workload}: {known.about}", "prompts": f"{count}, one at a time",
         "tokens": f"{min(one.tokens for one in prompts)} to {max(one.tokens for one in prompts)}",
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began)),
-        "loaded": f"{percent(found.loaded)} of the tokens came from kvdepot",
+        "loaded": f"{percent_text(found.loaded)} of the tokens came from kvdepot",
     }  # fmt: skip
     if html_file is not None:
         html_file.write_text(page(found, title=f"kvdepot for {model}", facts=facts))
@@ -112,9 +113,9 @@ def _stored(operator: Operator) -> None:
 
 
 def _table(found: Found) -> Table:
-    table = new_table("", "", "TTFT p50", "TTFT p90", "prefill saved")
+    table = new_table("", "", ">TTFT p50", ">TTFT p90", ">prefill saved")
     for way in found.ways:
-        table.add_row(way.name, f"{way.p50_seconds:.3f} s", f"{way.p90_seconds:.3f} s", f"{percent(way.saved)}")
+        table.add_row(way.name, f"{way.p50_seconds:.3f} s", f"{way.p90_seconds:.3f} s", percent_text(way.saved))
     return table
 
 

@@ -17,10 +17,10 @@ from kvdepot.client.ctl.doctor.examination import examine
 from kvdepot.client.ctl.doctor.findings import Outcome
 from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.settings import config_file, read_settings
+from kvdepot.client.ctl.printer import new_table
 from kvdepot.client.ctl.texts import escape
 from kvdepot.client.endpoint import Endpoint
 from rich.console import Console
-from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,9 +90,7 @@ def echo_table(findings: Sequence[Finding], console: Console, *, every: bool) ->
     shown = [
         one for outcome in _STYLES for one in findings if one.outcome is outcome and (every or outcome in _WITHOUT_ALL)
     ]
-    table = Table(title="doctor", title_justify="left", title_style="bold")
-    for column in ("outcome", "of", "check", "found"):
-        table.add_column(column, overflow="fold")
+    table = new_table("doctor", "outcome", "of", "check", "found")
     for one in shown:
         fix = f"\n[bold]fix:[/] {escape(one.fix)}" if one.fix else ""
         fix += f"\n[bold]see:[/] {one.runbook}" if one.runbook else ""

@@ -9,7 +9,7 @@ from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.printer import new_table, show
-from kvdepot.client.ctl.texts import escape, say
+from kvdepot.client.ctl.texts import escape
 from kvdepot.core.units import size_text
 from rich.console import Console
 
@@ -44,25 +44,26 @@ def peers(connection: tuple[Endpoint, float], as_json: bool) -> int:
 
 def _print(status: DaemonStatus, console: Console) -> None:
     tiers = [tier for tier in status.tiers if tier.kind == "peer"]
+    parts: list[Table | str] = []
     for tier in tiers:
         if not tier.peers:
-            say(f"tier {tier.name}: {tier.reason or 'no peer was found yet'}")
+            parts.append(escape(f"tier {tier.name}: {tier.reason or 'no peer was found yet'}"))
             continue
-        show(console, _peers(f"tier {escape(tier.name)}", tier.peers))
-        for peer in tier.peers:
-            if peer.chosen or peer.reason:
-                say(f"{peer.address}: {', '.join(filter(None, (peer.chosen, peer.reason)))}")
+        parts.append(_peers(f"tier {escape(tier.name)}", tier.peers))
+        parts += [
+            escape(f"{peer.address}: {', '.join(filter(None, (peer.chosen, peer.reason)))}")
+            for peer in tier.peers
+            if peer.chosen or peer.reason
+        ]
     if not tiers:
-        say("this daemon has no peer tier")
-    if status.readers:
-        show(console, _readers(status.readers))
-    else:
-        say("no daemon has loaded from this one")
+        parts.append("this daemon has no peer tier")
+    parts.append(_readers(status.readers) if status.readers else "no daemon has loaded from this one")
+    show(console, *parts)
 
 
 def _peers(title: str, peers: Iterable[PeerStatus]) -> Table:
     table = new_table(
-        title, "peer", "state", "lookups", "a lookup", "loads", "loaded", "a load", "failed", "reading", "lane"
+        title, "peer", "state", ">lookups", ">a lookup", ">loads", ">loaded", ">a load", "failed", ">reading", "lane"
     )
     for peer in peers:
         moved = peer.loaded_bytes / peer.load_seconds if peer.load_seconds else 0.0
@@ -76,7 +77,7 @@ def _peers(title: str, peers: Iterable[PeerStatus]) -> Table:
 
 
 def _readers(readers: Sequence[ReaderStatus]) -> Table:
-    table = new_table("readers", "reader", "tenant", "leases", "lent", "objects sent", "sent", "refused")
+    table = new_table("readers", "reader", "tenant", ">leases", ">lent", ">objects sent", ">sent", "refused")
     for one in readers:
         table.add_row(
             escape(one.name), escape(one.tenant), str(one.leases), size_text(one.leased_bytes), str(one.sent_objects),

@@ -54,7 +54,7 @@ def _bars(reply: PrefetchReply) -> list[Bar]:
 
 
 def _table(reply: PrefetchReply) -> Table:
-    table = new_table("prefetched", "chunks", "present", "read", "size", "refused", "failed")
+    table = new_table("prefetched", ">chunks", ">present", ">read", ">size", "refused", "failed")
     table.add_row(
         str(reply.examined), str(reply.present), str(reply.read), size_text(reply.read_bytes), counted(reply.refused),
         counted(reply.failed),

@@ -117,7 +117,7 @@ def list_(connection: tuple[Endpoint, float], as_json: bool) -> int:
     if as_json:
         echo_record([_record(one) for one in entries])
         return 0
-    table = new_table("quotas", "tenant", "namespace", "tier", "capacity", "source")
+    table = new_table("quotas", "tenant", "namespace", "tier", ">capacity", "source")
     for one in entries:
         names = (one.subject.tenant, one.subject.namespace or "(total)", one.subject.tier)
         table.add_row(*map(escape, names), _capacity(one), _source(one))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from kvdepot.client.ctl.calls import connect
 from kvdepot.core.trace_file import TraceWriter
+from kvdepot.core.units import percent_text
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def replay(arguments: tuple[str, ...]) -> int:
 def _told(writer: TraceWriter, lost: int) -> str:
     share = writer.offered_tokens / writer.tokens if writer.tokens else 0.0
     said = (
-        f"{writer.requests} requests, {writer.chunks} different chunks, {share:.1%} of {writer.tokens} tokens offered"
+        f"{writer.requests} requests, {writer.chunks} different chunks,"
+        f" {percent_text(share, 1)} of {writer.tokens} tokens offered"
     )
     return f"{said}, {lost} requests lost: the reader was too slow" if lost else said

@@ -76,7 +76,7 @@ def _sum(found: Mapping[str, int]) -> int:
 
 
 def _table(tiers: Iterable[VerifiedTier]) -> Table:
-    table = new_table("verified", "tier", "verified", "size", "damaged", "skipped", "the rest")
+    table = new_table("verified", "tier", ">verified", ">size", "damaged", "skipped", "the rest")
     for one in tiers:
         rest = f"skipped: {escape(one.reason)}" if one.reason else "" if one.finished else "not read: stopped"
         damaged = f"[red]{counted(one.damaged)}[/]" if one.damaged else "0"

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvdepot.client.ctl.engine_bench.server import Counters, EngineBenchError, EngineServer
 from kvdepot.client.ctl.engine_bench.workloads import Item, random_prompts
+from kvdepot.core.units import percent_text
 
 COLD, OWN, DEPOT = "cold", "engine cache", "kvdepot"
 WAYS: Final = (COLD, OWN, DEPOT)
@@ -25,10 +26,6 @@ _FILLED: Final = 1.2
 """As many tokens as the engine's cache holds, and a fifth more."""
 
 Say = Callable[[str], None]
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +72,25 @@ class Found:
         if self.loaded < HIT_MIN:
             return Verdict(
                 None,
-                f"NOTHING TO JUDGE: {percent(self.loaded)} of the tokens came from kvdepot; see kvdepotctl requests",
+                f"NOTHING TO JUDGE: {percent_text(self.loaded)} of the tokens came from kvdepot;"
+                " see kvdepotctl requests",
             )
         own = self.ways[2].saved - self.loaded
         if own > OWN_MAX:
             return Verdict(
                 None,
-                f"NOTHING TO JUDGE: the engine's own cache still had {percent(own)} of the tokens;"
+                f"NOTHING TO JUDGE: the engine's own cache still had {percent_text(own)} of the tokens;"
                 " use VLLM_SERVER_DEV_MODE=1, and no other load",
             )
         faster = sum(one.ratio < 1 for one in self.asked) / len(self.asked)
         cold, depot = self.ways[0].p50_seconds, self.ways[2].p50_seconds
         gain = 1 - depot / cold
         if gain >= GAIN_MIN and faster >= AGREE:
-            return Verdict(True, f"WORTH IT: TTFT p50 falls by {percent(gain)}; {self._break_even()}")
+            return Verdict(True, f"WORTH IT: TTFT p50 falls by {percent_text(gain)}; {self._break_even()}")
         if gain <= 0 and faster <= 1 - AGREE:
-            return Verdict(False, f"NOT WORTH IT: TTFT p50 rises by {percent(-gain)}; {self._break_even()}")
+            return Verdict(False, f"NOT WORTH IT: TTFT p50 rises by {percent_text(-gain)}; {self._break_even()}")
         return Verdict(
-            None, f"TOO CLOSE, or this machine is too noisy to tell: {percent(faster)} of prompts were faster"
+            None, f"TOO CLOSE, or this machine is too noisy to tell: {percent_text(faster)} of prompts were faster"
         )
 
     @property

@@ -6,7 +6,8 @@ import html
 from collections.abc import Iterator
 from typing import Final
 
-from kvdepot.client.ctl.engine_bench.measuring import WAYS, Found, percent
+from kvdepot.client.ctl.engine_bench.measuring import WAYS, Found
+from kvdepot.core.units import percent_text
 
 _WIDTH, _HEIGHT = 720, 300
 _LEFT, _BOTTOM, _TOP, _RIGHT = 60, 40, 12, 12
@@ -25,7 +26,7 @@ def page(found: Found, *, title: str, facts: dict[str, str]) -> str:
     """Return the report. `facts`: lines about the run."""
     rows = "".join(
         f"<tr><td>{html.escape(way.name)}</td><td>{way.p50_seconds:.3f} s</td><td>{way.p90_seconds:.3f} s</td>"
-        f"<td>{percent(way.saved)}</td></tr>"
+        f"<td>{percent_text(way.saved)}</td></tr>"
         for way in found.ways
     )
     lines = "".join(f"<li>{html.escape(name)}: {html.escape(value)}</li>" for name, value in facts.items())
