@@ -30,6 +30,7 @@ from kvdepot.core.calls import (
     LocateCall,
     LocateReply,
     ReleaseCall,
+    RequestEnd,
     ReserveCall,
     ReserveOutcome,
 )
@@ -234,8 +235,8 @@ class RawEngine:
         message: pb.LocateRequest = encode(call)
         return message
 
-    def end_request(self, request: str) -> None:
-        call = encode(EndRequestCall(self.session, request))
+    def end_request(self, request: str, end: RequestEnd | None = None) -> None:
+        call = encode(EndRequestCall(self.session, request, end or RequestEnd()))
         self.stub.EndRequest(call, timeout=patient(CALL_SECONDS))
 
     def acquire(

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
+from kvdepot.core.calls import RequestEnd
 from kvdepot.core.listing import CHUNKS_PER_PAGE_MAX
 
 from tests.rigs.ctl_process import kvdepotctl, record, text
@@ -116,6 +117,12 @@ def test_explain_tells_what_became_of_a_request(daemon: DaemonProcess, engine: R
     assert [listed[name] for name in ("outcome", "request_id", "lookup")] == ["running", "cmpl-1-0-abc", lookup]
     assert "cmpl-1-0-abc  " in text(daemon, "requests").splitlines()[1]
     assert text(daemon, "requests", "--misses").strip() == "no request has missed"
+    engine.locate(keys_of("never stored", 2), "cmpl-2-0-abc")
+    engine.end_request("cmpl-2-0-abc", RequestEnd(miss="unknown", prompt_tokens=600))
+    (missed,) = record(daemon, "requests", "--misses")
+    assert (missed["outcome"], missed["request_id"]) == ("miss", "cmpl-2-0-abc")
+    _, row = text(daemon, "requests", "--misses").splitlines()
+    assert row.startswith("cmpl-2-0-abc  ") and row.split()[-4:] == ["600", "0", "-", "unknown"]
     done = kvdepotctl(daemon, "explain", "no-such")
     assert done.returncode == 1 and "no-such" in done.stderr
 
