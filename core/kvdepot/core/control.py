@@ -28,6 +28,7 @@ class SwitchState:
 
     off: bool
     off_namespaces: tuple[bytes, ...]
+    off_seconds: float = 0.0  # 0: not known
 
     @property
     def anywhere_off(self) -> bool:
@@ -36,8 +37,8 @@ class SwitchState:
 
 def switch_states(status: SwitchesStatus) -> dict[Switch, SwitchState]:
     return {
-        Switch.LOADS: SwitchState(status.loads_off, status.loads_off_namespaces),
-        Switch.STORES: SwitchState(status.stores_off, status.stores_off_namespaces),
+        Switch.LOADS: SwitchState(status.loads_off, status.loads_off_namespaces, status.loads_off_seconds),
+        Switch.STORES: SwitchState(status.stores_off, status.stores_off_namespaces, status.stores_off_seconds),
     }
 
 

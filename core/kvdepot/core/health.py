@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from kvdepot.core.control import Switch, SwitchState, switch_states
 from kvdepot.core.report import DaemonStatus
 from kvdepot.core.units import duration_text
 from kvdepot.core.verdict import PROBLEMS_MAX, Health, Problem, Verdict
@@ -62,22 +63,26 @@ def _not_ready(status: DaemonStatus, _: Growth) -> Texts:
 
 
 def _loads_off(status: DaemonStatus, _: Growth) -> Texts:
-    switches = status.switches
-    yield from _switched_off("loads", all_off=switches.loads_off, namespaces=switches.loads_off_namespaces)
+    yield from _switched_off(Switch.LOADS, status)
 
 
 def _stores_off(status: DaemonStatus, _: Growth) -> Texts:
-    switches = status.switches
-    yield from _switched_off("stores", all_off=switches.stores_off, namespaces=switches.stores_off_namespaces)
+    yield from _switched_off(Switch.STORES, status)
 
 
-def _switched_off(what: str, *, all_off: bool, namespaces: tuple[bytes, ...]) -> Texts:
-    ids = [one.hex()[:12] for one in namespaces]
-    if all_off:
-        yield "for all namespaces", f"kvdepotctl {what} on"
+def _switched_off(switch: Switch, status: DaemonStatus) -> Texts:
+    state = switch_states(status.switches)[switch]
+    ids = [one.hex()[:12] for one in state.off_namespaces]
+    if state.off:
+        yield f"for all namespaces{off_for(state)}", f"kvdepotctl {switch} on"
     elif ids:
         more = f" and {len(ids) - _IDS_SHOWN} more" if len(ids) > _IDS_SHOWN else ""
-        yield f"for {', '.join(ids[:_IDS_SHOWN])}{more}", f"kvdepotctl {what} on {ids[0]}"
+        yield f"for {', '.join(ids[:_IDS_SHOWN])}{more}{off_for(state)}", f"kvdepotctl {switch} on {ids[0]}"
+
+
+def off_for(state: SwitchState) -> str:
+    """Return the end of a message that says since when a switch is off; empty if that is not known."""
+    return f", for {duration_text(state.off_seconds)}" if state.off_seconds else ""
 
 
 def _certificate_expires(status: DaemonStatus, _: Growth) -> Texts:

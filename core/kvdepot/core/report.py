@@ -195,6 +195,8 @@ class SwitchesStatus:
     stores_off: bool = False
     stores_off_namespaces: tuple[bytes, ...] = ()
     draining: bool = False  # until resumed, or the end of the run
+    loads_off_seconds: float = field(default=0.0, compare=False)  # since the first was switched off; 0: not known
+    stores_off_seconds: float = field(default=0.0, compare=False)  # the same
 
 
 @dataclass(frozen=True, slots=True)

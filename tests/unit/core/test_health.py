@@ -37,7 +37,8 @@ DAMAGES = {"nvme/corrupt": 2.0, "nvme/torn": 7.0, "pool/forged": 3.0, "pool/unke
 CAUSES: Mapping[str, tuple[DaemonStatus, Grown, str, str]] = {
     "NOT_READY": (replace(WELL, ready=False, reason="starting"), {}, "starting", ""),
     "LOADS_OFF": (
-        replace(WELL, switches=SwitchesStatus(loads_off=True)), {}, "for all namespaces", "kvdepotctl loads on",
+        replace(WELL, switches=SwitchesStatus(loads_off=True, loads_off_seconds=720.0)), {},
+        "for all namespaces, for 12 min", "kvdepotctl loads on",
     ),
     "STORES_OFF": (
         replace(WELL, switches=SwitchesStatus(stores_off_namespaces=tuple(bytes([n]) * 16 for n in range(5)))), {},

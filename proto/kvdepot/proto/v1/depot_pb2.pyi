@@ -1525,9 +1525,15 @@ class Switches(google.protobuf.message.Message):
     STORES_OFF_FIELD_NUMBER: builtins.int
     STORES_OFF_NAMESPACES_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    LOADS_OFF_SECONDS_FIELD_NUMBER: builtins.int
+    STORES_OFF_SECONDS_FIELD_NUMBER: builtins.int
     loads_off: builtins.bool
     stores_off: builtins.bool
     draining: builtins.bool
+    loads_off_seconds: builtins.float
+    """since loads were first off for a namespace; 0: not off, or not known"""
+    stores_off_seconds: builtins.float
+    """the same"""
     @property
     def loads_off_namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @property
@@ -1540,8 +1546,10 @@ class Switches(google.protobuf.message.Message):
         stores_off: builtins.bool = ...,
         stores_off_namespaces: collections.abc.Iterable[builtins.bytes] | None = ...,
         draining: builtins.bool = ...,
+        loads_off_seconds: builtins.float = ...,
+        stores_off_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "loads_off", b"loads_off", "loads_off_namespaces", b"loads_off_namespaces", "stores_off", b"stores_off", "stores_off_namespaces", b"stores_off_namespaces"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "loads_off", b"loads_off", "loads_off_namespaces", b"loads_off_namespaces", "loads_off_seconds", b"loads_off_seconds", "stores_off", b"stores_off", "stores_off_namespaces", b"stores_off_namespaces", "stores_off_seconds", b"stores_off_seconds"]) -> None: ...
 
 global___Switches = Switches
 

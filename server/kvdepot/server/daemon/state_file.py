@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.core.calls import KEY_BYTES
-from kvdepot.core.control import QuotaEntry, QuotaSubject
+from kvdepot.core.control import QuotaEntry, QuotaSubject, switch_states
 from kvdepot.core.epochs import Epochs
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.limits import BUMPS_MAX, NAMESPACE_ID_BYTES
@@ -96,19 +98,21 @@ class StateFile:
         return ConfigError(str(self.path), "", reason, advice=advice)
 
 
-def _encoded(state: OperatorState) -> bytes:
-    switches = state.switches
+def _encoded(kept: OperatorState) -> bytes:
+    switches, now = kept.switches, time.time()
+    states = switch_states(switches)
     document = {
         "format": _FORMAT,
         "loads_off": switches.loads_off,
         "loads_off_namespaces": [one.hex() for one in switches.loads_off_namespaces],
         "stores_off": switches.stores_off,
         "stores_off_namespaces": [one.hex() for one in switches.stores_off_namespaces],
-        "pins": [{"namespace": pin.namespace_id.hex(), "key": pin.key.hex(), "until": pin.until} for pin in state.pins],
-        "quotas": [asdict(one.subject) | {"capacity": one.capacity_bytes} for one in state.quotas],
+        **{f"{switch}_off_at": now - state.off_seconds for switch, state in states.items() if state.off_seconds},
+        "pins": [{"namespace": pin.namespace_id.hex(), "key": pin.key.hex(), "until": pin.until} for pin in kept.pins],
+        "quotas": [asdict(one.subject) | {"capacity": one.capacity_bytes} for one in kept.quotas],
         "epochs": {
-            "bump": state.epochs.bump,
-            "invalidated": [one.hex() for one in state.epochs.invalidated_namespaces],
+            "bump": kept.epochs.bump,
+            "invalidated": [one.hex() for one in kept.epochs.invalidated_namespaces],
         },
     }
     return json.dumps(document, indent=1).encode()
@@ -125,6 +129,8 @@ def _decoded(text: bytes) -> OperatorState:
         SwitchesStatus(
             _flag(document["loads_off"]), _ids(document["loads_off_namespaces"]),
             _flag(document["stores_off"]), _ids(document["stores_off_namespaces"]),
+            loads_off_seconds=_seconds_since(document.get("loads_off_at")),
+            stores_off_seconds=_seconds_since(document.get("stores_off_at")),
         ),
         tuple(_pin(value) for value in document.get("pins", ())),  # versions before wrote none
         tuple(_quota(value) for value in document.get("quotas", ())),
@@ -154,6 +160,14 @@ def _pin(value: Any) -> KeptPin:
     if len(key) not in (0, KEY_BYTES):
         raise ValueError(f"{key.hex()} is no chunk's key")
     return KeptPin(namespace_id, key, float(value["until"]))
+
+
+def _seconds_since(at: Any) -> float:
+    """Return 0, which is not known, for None of versions before, and for a time to come: the clock was set back."""
+    seconds = 0.0 if at is None else time.time() - float(at)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{at!r} is no time")
+    return max(seconds, 0.0)
 
 
 def _flag(value: Any) -> bool:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from kvdepot.core.control import Switch, switch_states
 from kvdepot.core.explanation import answer, fix_of
-from kvdepot.core.health import DISABLED, HOUR
+from kvdepot.core.health import DISABLED, HOUR, off_for
 from kvdepot.core.hit_rate import PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS, HitRate
 from kvdepot.core.misses import MissReason
 from kvdepot.core.records import RequestRecord
@@ -27,7 +28,7 @@ _MISSES: Final = "misses"
 _LOADED_BYTES: Final = "granted_read_bytes"
 _STORED_BYTES: Final = "granted_write_bytes"
 _REASONS: Final = frozenset(MissReason)
-_NAMING: Final = frozenset({"LOADS_OFF", "STORES_OFF"})
+_NAMING: Final = {"LOADS_OFF": Switch.LOADS, "STORES_OFF": Switch.STORES}
 """Problems whose texts may have ids of namespaces."""
 
 
@@ -119,12 +120,10 @@ def _minute(grown: Mapping[str, float]) -> dict[str, float | None]:
 def _problem(problem: Problem, status: DaemonStatus) -> dict[str, Any]:
     message, fix = problem.message, problem.fix
     if problem.code in _NAMING:
-        switches = status.switches
-        loads = problem.code == "LOADS_OFF"
-        all_off = switches.loads_off if loads else switches.stores_off
-        if not all_off:
-            ids: Sequence[bytes] = switches.loads_off_namespaces if loads else switches.stores_off_namespaces
-            message, fix = f"for {len(ids)} namespace{'s' * (len(ids) != 1)}", "kvdepotctl health"
+        state = switch_states(status.switches)[_NAMING[problem.code]]
+        if not state.off:
+            count = len(state.off_namespaces)
+            message, fix = f"for {count} namespace{'s' * (count != 1)}{off_for(state)}", "kvdepotctl health"
     return {"code": problem.code, "error": problem.error, "message": message, "fix": fix, "anchor": problem.anchor}
 
 

@@ -47,7 +47,7 @@ WELL: Final = verdict(
     )
 )  # fmt: skip
 FULL: Final = replace(NVME, state="degraded", reason="file system full (28 MiB short)")
-ILL: Final = verdict(replace(WELL, tiers=(RAM, FULL), switches=SwitchesStatus(loads_off=True)))
+ILL: Final = verdict(replace(WELL, tiers=(RAM, FULL), switches=SwitchesStatus(loads_off=True, loads_off_seconds=720.0)))
 CROWDED: Final = replace(
     WELL,
     tiers=(

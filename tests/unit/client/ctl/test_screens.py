@@ -109,7 +109,7 @@ STATUS: Final = DaemonStatus(
     pins=(PinStatus(NAMESPACE, KEYS[1], 5400.0, 24, 24, 1536 << 20),),
     tenants=(TenantStatus("a", 20 << 30, 8 << 30, 1290 << 20, 1, 16, 4, 0), TenantStatus("b", 0, 8 << 30, 0, 0, 16)),
     readers=(ReaderStatus("URI:spiffe://cluster/kvdepot", "", 2, 64 << 20, 2_113, 9 << 30, {"evicted": 4}),),
-    switches=SwitchesStatus(loads_off_namespaces=(OTHER,)),
+    switches=SwitchesStatus(loads_off_namespaces=(OTHER,), loads_off_seconds=5_400.0),
     epochs=Epochs(bump=1),
 )  # fmt: skip
 STATUS_WITH_VERDICT: Final = replace(STATUS, health=health(STATUS, lambda family, seconds: {}))

@@ -38,6 +38,17 @@ def test_a_state_comes_back_equal_and_no_file_is_none(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["state"]
 
 
+def test_a_state_says_since_when_switches_are_off_unless_the_clock_was_set_back(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "state")
+    asyncio.run(file.write(OperatorState(SwitchesStatus(loads_off=True, loads_off_seconds=720.0))))
+    switches = file.read().switches
+    assert 720.0 <= switches.loads_off_seconds < 780.0
+    assert switches.stores_off_seconds == 0.0
+    for at, seconds in ((None, 0.0), (1e12, 0.0)):
+        (tmp_path / "state").write_text(json.dumps(EMPTY | {"loads_off_at": at}))
+        assert file.read().switches.loads_off_seconds == seconds
+
+
 @pytest.mark.requirement("I1e")
 @pytest.mark.parametrize(
     "text",
@@ -67,6 +78,7 @@ def test_a_state_comes_back_equal_and_no_file_is_none(tmp_path: Path) -> None:
             json.dumps(EMPTY | {"epochs": {"bump": 0, "invalidated": []} | wrong})
             for wrong in ({"bump": -1}, {"bump": 1 << 32}, {"bump": "1"}, {"invalidated": ["00"]})
         ),
+        *(json.dumps(EMPTY | {"loads_off_at": wrong}) for wrong in ("noon", "", float("nan"))),
         " " * ((1 << 20) + 1),
     ],
 )

@@ -139,10 +139,29 @@ def test_only_what_is_there_is_switched_off_and_not_more_than_so_many(monkeypatc
         rig.depot.switch(Switch.LOADS, unknown, on=False)
     rig.depot.switch(Switch.LOADS, unknown, on=True)
     monkeypatch.setattr(switches, "NAMESPACES_OFF_MAX", 2)
-    some = Switches()
+    some = Switches(lambda: 0.0)
     ids = [blake2b(bytes([at]), digest_size=16).digest() for at in range(3)]
     for one in (*ids[:2], ids[0]):
         some.set(Switch.STORES, one, on=False)
     with pytest.raises(LimitExceeded, match="stores off"):
         some.set(Switch.STORES, ids[2], on=False)
     assert DENSE.namespace_id() not in some.status().stores_off_namespaces
+
+
+@pytest.mark.requirement("I1e")
+def test_a_switch_is_off_since_the_first_was_switched_off_also_after_a_restart() -> None:
+    now = 100.0
+    some = Switches(lambda: now)
+    some.set(Switch.LOADS, bytes(16), on=False)
+    now = 160.0
+    some.set(Switch.LOADS, b"", on=False)
+    now = 220.0
+    assert (some.status().loads_off_seconds, some.status().stores_off_seconds) == (120.0, 0.0)
+    next_run = Switches(lambda: now)
+    next_run.restore(some.status())
+    now = 230.0
+    assert next_run.status().loads_off_seconds == 130.0
+    next_run.set(Switch.LOADS, b"", on=True)
+    assert next_run.status().loads_off_seconds == 130.0, "one is still off by name"
+    next_run.set(Switch.LOADS, bytes(16), on=True)
+    assert next_run.status().loads_off_seconds == 0.0

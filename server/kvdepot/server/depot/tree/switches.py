@@ -30,10 +30,12 @@ _OFF: Final = {Switch.LOADS: MissReason.LOADS_OFF, Switch.STORES: MissReason.STO
 class Switches:
     """The switches. A switch is off for a namespace when it is off for all, or for that namespace individually."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.draining = False  # nothing is granted to anybody; what was granted ends as ever
         self._all = dict.fromkeys(Switch, False)
         self._single: dict[Switch, dict[bytes, None]] = {switch: {} for switch in Switch}
+        self._off_at: dict[Switch, float] = {}  # those that are off anywhere; nothing: not known
 
     def refusal(self, switch: Switch, namespace_id: bytes) -> MissReason | None:
         """Return why nothing new is granted, or None if leases are granted."""
@@ -50,6 +52,7 @@ class Switches:
         Raise LimitExceeded where too many namespaces are off individually.
         """
         single = self._single[switch]
+        first = not self._all[switch] and not single
         if not namespace_id:
             self._all[switch] = not on
         elif on:
@@ -57,6 +60,10 @@ class Switches:
         else:
             check_limit(f"namespaces with {switch} off", len({*single, namespace_id}), NAMESPACES_OFF_MAX)
             single[namespace_id] = None
+        if not self._all[switch] and not single:
+            self._off_at.pop(switch, None)
+        elif first:
+            self._off_at[switch] = self._clock()
 
     def inherit(self, namespace_id: bytes, heir_id: bytes) -> None:
         """Move the switches that are off for a namespace to the namespace that follows it."""
@@ -69,11 +76,16 @@ class Switches:
         loads, stores = Switch.LOADS, Switch.STORES
         return SwitchesStatus(
             self._all[loads], tuple(self._single[loads]), self._all[stores], tuple(self._single[stores]),
-            self.draining,
+            self.draining, self._off_seconds(loads), self._off_seconds(stores),
         )  # fmt: skip
+
+    def _off_seconds(self, switch: Switch) -> float:
+        return self._clock() - self._off_at[switch] if switch in self._off_at else 0.0
 
     def restore(self, status: SwitchesStatus) -> None:
         """Set the switches as an earlier run left them."""
         for switch, state in switch_states(status).items():
             self._all[switch] = state.off
             self._single[switch] = dict.fromkeys(state.off_namespaces)
+            if state.anywhere_off and state.off_seconds:
+                self._off_at[switch] = self._clock() - state.off_seconds

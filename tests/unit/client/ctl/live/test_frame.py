@@ -144,7 +144,7 @@ CROWDED: Final = {
 }
 FIGURES: Final = {
     "well": seen(),
-    "ill": seen(tiers=(TIERS[0], FULL), switches=SwitchesStatus(loads_off=True)),
+    "ill": seen(tiers=(TIERS[0], FULL), switches=SwitchesStatus(loads_off=True, loads_off_seconds=720.0)),
     "first": seen(0, RECORDS[:3]),
     "idle": replace(seen(3, (), sessions=(), counters={}, histograms=())),
     "crowded": seen(2, tuple(replace(one, began_seconds_ago=1e7) for one in RECORDS), **CROWDED),
