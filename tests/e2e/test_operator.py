@@ -142,6 +142,9 @@ def _look(operator: Operator, fleet: Fleet) -> None:
     findings = operator.json("doctor", "--read-only")["findings"]
     assert {"answers", "descriptor passing", "hash determinism"} <= {one["check"] for one in findings}
     assert "kvdepotctl" in operator.says("completion", "bash")
+    assert operator.json("peers")["tiers"] == {}
+    assert operator.json("what-if", code=1)["ram"]["requests"] > 0, "too few for an estimate"
+    assert operator.json("assets", "list")
 
 
 def _keep_and_limit(operator: Operator, name: str) -> None:

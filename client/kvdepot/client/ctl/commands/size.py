@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.sizing.architectures import AUTO, ELEMENT_BYTES, describe_model
 from kvdepot.client.ctl.sizing.flags import engine_flags
-from kvdepot.client.ctl.sizing.geometry import BLOCK_TOKENS, Engine
+from kvdepot.client.ctl.sizing.geometry import Engine, vllm_defaults
 from kvdepot.client.ctl.sizing.model_files import read_model_config
 from kvdepot.client.ctl.sizing.sizes import Load, Sizes, sizes
 from kvdepot.client.ctl.texts import say
@@ -38,6 +39,8 @@ class TokensType(click.ParamType):  # type: ignore[type-arg]  # generic since cl
         return int(match[1]) * _FACTORS[match[2].lower()]
 
 
+GPU: Final = "gpu"
+CPU: Final = "cpu"
 _POSITIVE: Final = click.IntRange(min=1)
 _DTYPES: Final = (AUTO, *(name for name in ELEMENT_BYTES if not name.startswith("fp8")))
 _CACHE_DTYPES: Final = (AUTO, *(name for name in ELEMENT_BYTES if name != "float32"))
@@ -59,9 +62,8 @@ _CACHE_DTYPES: Final = (AUTO, *(name for name in ELEMENT_BYTES if name != "float
     "--state-dtype", type=click.Choice(_DTYPES), default=AUTO, show_default=True,
     help="Of recurrent states: vLLM's mamba_ssm_cache_dtype.",
 )  # fmt: skip
-@click.option(
-    "--block-size", type=_POSITIVE, default=BLOCK_TOKENS, show_default=True, help="vLLM's block. On CPUs it is 128."
-)
+@click.option("--device", type=click.Choice([GPU, CPU]), help="vLLM's. [default: gpu if this host has one]")
+@click.option("--block-size", type=_POSITIVE, help="vLLM's block. [default: 16 on GPUs, 128 on CPUs]")
 @click.option("--chunk-tokens", type=_POSITIVE, help="kvdepot's setting. [default: as the connector chooses]")
 @click.option(
     "--retention", type=TokensType(), default=0, show_default=True, help="vLLM's prefix_cache_retention_interval."
@@ -69,7 +71,7 @@ _CACHE_DTYPES: Final = (AUTO, *(name for name in ELEMENT_BYTES if name != "float
 @json_option
 def size(
     model: str, ranks: int, tokens: int, sessions: int, turns: int, dtype: str, kv_cache_dtype: str, state_dtype: str,
-    block_size: int, chunk_tokens: int | None, retention: int, as_json: bool,
+    device: str | None, block_size: int | None, chunk_tokens: int | None, retention: int, as_json: bool,
 ) -> int:  # fmt: skip
     """Compute the room that a model needs.
 
@@ -79,17 +81,28 @@ def size(
     """
     config, file = read_model_config(model)
     described = describe_model(config)
-    engine = Engine(ranks, dtype, kv_cache_dtype, state_dtype, block_size, chunk_tokens, retention)
+    on_gpus = bool(Host().gpu_devices()) if device is None else device == GPU
+    block_default, states = vllm_defaults(described, on_gpus=on_gpus)
+    states = states if state_dtype == AUTO else state_dtype
+    engine = Engine(ranks, dtype, kv_cache_dtype, states, block_size or block_default, chunk_tokens, retention)
     load = Load(tokens, sessions, turns)
     found = sizes(described, engine, load)
     flags = engine_flags(described, engine)
     if as_json:
-        record = _record(described, str(file), engine, load, found)
+        record = _record(described, str(file), engine, load, found) | {"device": GPU if on_gpus else CPU}
         echo_record(record | {"vllm_flags": list(map(str, flags))})
     else:
         serve = [f"vllm serve {shlex.quote(_served(model))}", *map(str, flags)]
-        say("\n".join([*_lines(described, engine, load, found), "", " \\\n  ".join(serve)]))
+        lines = _lines(described, engine, load, found)
+        lines.insert(1, f"device      {_device_line(on_gpus, asked=device is not None)}")
+        say("\n".join([*lines, "", " \\\n  ".join(serve)]))
     return 0
+
+
+def _device_line(on_gpus: bool, *, asked: bool) -> str:
+    if asked:
+        return "GPUs" if on_gpus else "CPUs"
+    return "GPUs, as this host has" if on_gpus else "CPUs: this host has no GPU; --device gpu is for others"
 
 
 def _served(model: str) -> str:

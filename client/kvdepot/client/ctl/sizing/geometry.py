@@ -13,7 +13,10 @@ from kvdepot.core.groups import GroupSpec
 from kvdepot.core.planner import Planner
 
 BLOCK_TOKENS: Final = 16
-"""vLLM's block on GPUs, and the least that its attention kernels need. The CPU backend's is 128."""
+"""vLLM's block on GPUs, and the least that its attention kernels need."""
+CPU_BLOCK_TOKENS: Final = 128
+CPU_STATE_DTYPE: Final = "float32"
+"""On CPUs of some kinds vLLM replaces every other type of a state. So the flags name the one that it has on all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,14 @@ class Engine:
     block_tokens: int = BLOCK_TOKENS
     chunk_tokens: int | None = None
     retention_tokens: int = 0
+
+
+def vllm_defaults(model: Model, *, on_gpus: bool) -> tuple[int, str]:
+    """Return vLLM's block in tokens, and the type of states to ask for."""
+    if on_gpus:
+        return BLOCK_TOKENS, AUTO
+    latent = any(one.latent for one in model.attention)  # its kernel has small blocks on CPUs, too
+    return BLOCK_TOKENS if latent else CPU_BLOCK_TOKENS, CPU_STATE_DTYPE if model.is_hybrid else AUTO
 
 
 def engine_groups(model: Model, engine: Engine) -> tuple[GroupSpec, ...]:
