@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from demo.engine import EngineOptions
 from tests.e2e.fleet import Fleet
@@ -10,10 +11,14 @@ from tests.rigs.ctl_process import kvdepotctl
 
 
 def size_arguments(options: EngineOptions) -> list[str]:
-    """Return what `size` has to know of an engine on a CPU: its block, and states in float32."""
+    """Return what `size` has to know of an engine on a CPU: its block, and the type of its states.
+
+    vLLM has them in float32 on CPUs that compute in bfloat16, and in the model's type on others.
+    """
     block = options.arguments.get("block_size") or options.toy.engine.get("block_size") or 128
+    states = "float32" if "avx512_bf16" in Path("/proc/cpuinfo").read_text().split() else options.toy.dtype
     return [
-        str(options.model), "--dtype", options.toy.dtype, "--state-dtype", "float32", "--block-size", str(block),
+        str(options.model), "--dtype", options.toy.dtype, "--state-dtype", states, "--block-size", str(block),
     ]  # fmt: skip
 
 
