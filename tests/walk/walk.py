@@ -1,7 +1,8 @@
-"""What a user does with `docs/quickstart.md`: each command as the page has it, in a home of its own.
+"""What a user does with `docs/quickstart.md`: each command as the page has it, in a new clone and a home of its own.
 
 The page leaves the model to the user. Here it is the toy model, which needs flags of its own and takes prompts as
-numbers of tokens.
+numbers of tokens. It leaves vLLM to the user, too: an environment that has what the tests' environment has, but for
+kvdepot. The daemon's environment is new, so pip downloads what it needs, unless this machine's cache has it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import sysconfig
 import urllib.request
-from collections.abc import Sequence
+import venv
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
 from demo.engine import ENVIRONMENT
@@ -25,9 +29,11 @@ from tests.rigs.patience import patient, wait_until
 from tests.rigs.vllm_server import START_SECONDS, wait_serving
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PAGE: Final = ROOT / "docs" / "quickstart.md"
-VENV: Final = ROOT / ".venv"
 _ENDS_SECONDS: Final = 60.0
+_NOT_A_USERS: Final = ("KVDEPOT_", "PYTEST_", "PYTHON", "VIRTUAL_ENV", "XDG_")
+"""Beginnings of variables that a user's shell does not have."""
+_OWN: Final = ("kvdepot", "_kvdepot", "pip", "__pycache__")
+"""Beginnings of what vLLM's environment has itself, or gets from the page."""
 
 
 def commands(page: str) -> list[str]:
@@ -39,11 +45,28 @@ def commands(page: str) -> list[str]:
     return found
 
 
+def _vllm_environment(folder: Path) -> Path:
+    """Make an environment with links to all packages of the tests' environment but kvdepot."""
+    venv.create(folder, symlinks=True, with_pip=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for one in Path(sysconfig.get_path("purelib")).iterdir():
+        if not one.name.startswith(_OWN) and not (packages / one.name).exists():
+            (packages / one.name).symlink_to(one.resolve())
+    program = Path(sys.executable).parent / "vllm"
+    lines = program.read_text().splitlines()
+    (folder / "bin" / "vllm").write_text("\n".join([f"#!{folder / 'bin' / 'python'}", *lines[1:], ""]))
+    (folder / "bin" / "vllm").chmod(0o755)
+    return folder
+
+
 class Walk:
     """A user's shell and home. `typed` are the commands so far, and `printed` is what the last one printed."""
 
     def __init__(self, folder: Path) -> None:
-        self.commands = commands(PAGE.read_text())
+        self.clone = folder / "kvdepot"
+        git = ["git", "clone", "-q", "--no-hardlinks", str(ROOT), str(self.clone)]
+        subprocess.run(git, check=True, capture_output=True, timeout=patient(120))
+        self.commands = commands((self.clone / "docs" / "quickstart.md").read_text())
         self.typed: list[str] = []
         self.printed = ""
         self._folder = folder
@@ -56,9 +79,16 @@ class Walk:
         run = folder / "run"
         run.mkdir(mode=0o700)
         self.socket = run / "kvdepot" / "kvdepot.sock"
-        self._environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("KVDEPOT_", "PYTEST_", "XDG_"))
-        } | {"HOME": str(folder), "XDG_RUNTIME_DIR": str(run), "COLUMNS": "200"}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_A_USERS)}
+        cache = os.environ.get("PIP_CACHE_DIR") or str(Path.home() / ".cache" / "pip")
+        self._environment = inherited | {
+            "HOME": str(folder), "XDG_RUNTIME_DIR": str(run), "COLUMNS": "200", "PIP_CACHE_DIR": cache,
+        }  # fmt: skip
+        vllm = _vllm_environment(folder / "vllm-venv")
+        self._of_vllm = inherited | ENVIRONMENT | {
+            "HOME": str(folder), "XDG_RUNTIME_DIR": str(run), "PIP_CACHE_DIR": cache, "VLLM_SERVER_DEV_MODE": "1",
+            "PATH": f"{vllm / 'bin'}:{inherited['PATH']}", "VIRTUAL_ENV": str(vllm),
+        }  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -77,11 +107,15 @@ class Walk:
         self.typed.append(command)
         return command
 
-    def type(self, start: str, **replaced: str) -> str:
+    def download(self) -> None:
+        """Have pip's cache filled, as the page does not count downloads."""
+        self._run(f"{sys.executable} -m pip download -q -d {self._folder / 'downloads'} '.[node]' 'hatchling>=1.27'")
+
+    def type(self, start: str, replaced: Mapping[str, str] = MappingProxyType({})) -> str:
         """Type the next command, which begins so, and return what it prints. Raise AssertionError if it fails."""
         command = self.next(start=start)
-        for name, value in replaced.items():
-            command = command.replace(name, value)
+        for word, value in replaced.items():
+            command = command.replace(word, value)
         if command.startswith("export PATH="):
             self._environment["PATH"] = self._run(f'{command}; printf %s "$PATH"')
         else:
@@ -98,15 +132,17 @@ class Walk:
         """End both servers, vLLM first."""
         self._servers.close()
 
+    def install_connector(self) -> None:
+        """Type the command that installs the library into vLLM's environment."""
+        self._run(self.next(start="pip install"), self._of_vllm)
+
     def serve_vllm(self) -> None:
         """Type the command that starts vLLM, in vLLM's environment, and wait until it serves."""
         command = self.next(start="vllm serve MODEL").replace("MODEL", str(self._model))
         port = self.url.rpartition(":")[2]
         flags = f"--port {port} --host 127.0.0.1 --skip-tokenizer-init --enforce-eager --dtype {DENSE.dtype}"
         flags += " --max-model-len 8192 --max-num-batched-tokens 8192 --kv-cache-memory-bytes 268435456"
-        path = {"PATH": f"{VENV / 'bin'}:{self._environment['PATH']}"}
-        environment = self._environment | ENVIRONMENT | path | {"VLLM_SERVER_DEV_MODE": "1"}
-        wait_serving(self.url, *self._start(f"{command} {flags}", "vllm", environment))
+        wait_serving(self.url, *self._start(f"{command} {flags}", "vllm", self._of_vllm))
 
     def log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text(errors="replace")
@@ -140,10 +176,10 @@ class Walk:
         with urllib.request.urlopen(request, timeout=patient(120)) as answer:
             return bytes(answer.read())
 
-    def _run(self, command: str) -> str:
+    def _run(self, command: str, environment: dict[str, str] | None = None) -> str:
         done = subprocess.run(
-            ["bash", "-c", command], cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=patient(600), check=False,
+            ["bash", "-c", command], cwd=self.clone, env=environment or self._environment, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=patient(600), check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -152,8 +188,8 @@ class Walk:
         path = self._folder / f"{name}.log"
         with path.open("wb") as log:
             process = subprocess.Popen(
-                ["bash", "-c", f"exec {command}"], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True,
+                ["bash", "-c", f"exec {command}"], cwd=self.clone, env=environment, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         self._servers.callback(_end, process)
         return process, path
