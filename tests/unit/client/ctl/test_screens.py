@@ -101,8 +101,8 @@ STATUS: Final = DaemonStatus(
     counters={
         "prompt_tokens": 44_900_000.0, "served_tokens.engine": 17_062_000.0, "served_tokens.ram": 13_470_000.0,
         "served_tokens.nvme": 1_347_000.0, "saved_prefill_seconds": 2_730.4,
-        "tier_written_bytes.nvme": 332_859_965_440.0,
-        "tier_hit_bytes.nvme": 116_939_000_000.0, "tier_probe_seconds.nvme": 0.0123, "commits": 116_939_000.0,
+        "tier_written_bytes.nvme/": 332_859_965_440.0,
+        "tier_hit_bytes.nvme/": 116_939_000_000.0, "tier_probe_seconds.nvme/": 0.0123, "commits": 116_939_000.0,
         "prefetched_bytes": 1 << 32, "prefetch_used_bytes": 3 << 30, "prefetch_wasted_bytes.evicted": 1 << 28,
     },
     quotas=(QUOTA,),
