@@ -15,7 +15,7 @@ from kvdepot.client.ctl.app import cli
 from kvdepot.core.assets import BY_NAME
 
 from tests.dist import debian
-from tests.dist.packing import ROOT, project
+from tests.dist.packing import ROOT, make, project
 
 SCRIPTS = ROOT / "configs" / "deb"
 NEEDS_NFPM = pytest.mark.skipif(
@@ -92,6 +92,23 @@ def test_everything_belongs_to_root_and_nobody_else_writes_it(package: Path) -> 
 def test_its_scripts_are_those_of_the_repository_and_a_shell_can_read_them(unpacked: Path, name: str) -> None:
     assert (unpacked / "DEBIAN" / name).read_text() == (SCRIPTS / name).read_text()
     assert said("sh", "-n", str(unpacked / "DEBIAN" / name)) == ""
+
+
+@NEEDS_NFPM
+@NEEDS_CLICK_MAN
+@pytest.mark.skipif(not Path(debian.PYTHON).exists(), reason=f"there is no {debian.PYTHON}")
+@pytest.mark.long(seconds=90)
+@pytest.mark.timeout(600)
+def test_the_package_with_all_libraries_is_made_and_runs_with_debian_s_python(tmp_path: Path) -> None:
+    """As `make deb` does it. pip asks its index, or its cache, for the pinned packages."""
+    assert debian.main(make("wheel", ROOT, tmp_path), tmp_path) == 0
+    (package,) = tmp_path.glob("*.deb")
+    files = said("dpkg-deb", "-c", str(package))
+    for pin in debian.PINS.read_text().splitlines():
+        if not pin.startswith("#"):
+            name, _, version = pin.partition("==")
+            names = re.sub(r"[-_.]+", "[-_.]", name)
+            assert re.search(rf"/opt/kvdepot/lib/[^/]+/site-packages/{names}-{version}\.dist-info/METADATA", files, re.I)
 
 
 COMMANDS = ("systemd-sysusers", "systemd-tmpfiles", "systemctl", "/opt/kvdepot/bin/python3", "rm", "find")
