@@ -143,7 +143,7 @@ def test_a_hostile_answer_costs_at_most_an_exchange(tmp_path: Path, lie: str, ca
         await readable(live)
         liar, honest = others(sources, live)[:2]
         liar.keys.update(name.key for name in NAMES[:4])
-        honest.keys.update(name.key for name in NAMES[4:6])
+        honest.keys.update(name.key for name in NAMES[:6])
         liar.summaries = (REFUSED_SUMMARIES | FAILED_SUMMARIES | TAKEN_SUMMARIES)[lie]
         outcome = "refused" if lie in REFUSED_SUMMARIES else "failed" if lie in FAILED_SUMMARIES else "new"
         asked = live.counts[f"peer_summaries.{outcome}"]

@@ -45,7 +45,8 @@ class World:
 
 def test_the_place_with_most_of_the_names_is_first_and_the_next_adds_most_to_it() -> None:
     world = World(Known(1, 2, 3), Known(1, 2, 3, 4, 5), Known(9), Known(7, 8))
-    world.wanted.want([1, 2, 3, 4, 5, 6, 7, 8])
+    world.wanted.want([1, 2, 3, 4, 5])
+    world.wanted.want([7, 8])
     assert world.best() == [(1, 5), (3, 2)]
     assert world.best(most=4) == [(1, 5), (3, 2)], "a part of another one adds nothing"
 
@@ -72,6 +73,52 @@ def test_a_member_is_not_replaced_for_a_small_gain() -> None:
     assert 10 * KEPT < 14
     world.wanted.want(list(range(14)))
     assert world.best(0, most=1) == [(2, 14)]
+
+
+@pytest.mark.parametrize("summary_first", [True, False])
+def test_a_name_counts_only_with_all_that_come_before_it_in_a_lookup(summary_first: bool) -> None:
+    world = World(Known(), Known())
+    for step in (0, 1) if summary_first else (1, 0):
+        if step:
+            world.wanted.want([1, 2, 3, 4])
+            world.wanted.want([1, 2, 3, 4, 5, 6])
+        else:
+            world.know(0, Known(1, 2, 4, 5, 6))
+            world.know(1, Known(2, 3, 4, 5, 6))
+    assert world.best() == [(0, 2)]
+    world.know(0, Known(1, 2, 3, 4, 5))
+    assert world.best() == [(0, 5)]
+
+
+def test_names_count_alone_once_those_before_them_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_ranking, "WORDS_MAX", 3)
+    world = World(Known())
+    world.wanted.want([1, 2, 3])
+    world.wanted.want([2, 3])
+    world.wanted.want([7])
+    world.know(0, Known(2, 3))
+    assert world.best() == [(0, 2)]
+
+
+def test_a_path_of_any_length_is_one_place_s() -> None:
+    world = World(Known(*range(1000)), Known(*range(1, 1000)))
+    world.wanted.want(list(range(1000)))
+    assert world.best(most=1) == [(0, 1000)]
+
+
+def test_a_few_names_are_found_after_many_that_nobody_has() -> None:
+    draw = random.Random(RUN_SEED)
+    others = [draw.getrandbits(64) for _ in range(20_000)]
+    moved = [draw.getrandbits(64) for _ in range(8)]
+    world = World()
+    world.columns = range(8)
+    for column in world.columns:
+        has = [*(draw.getrandbits(64) for _ in others), *(moved if column == 5 else ())]
+        world.know(column, Filter(summary_of([np.array(has, np.uint64).tobytes()], 1)))
+    for _ in range(200):
+        world.wanted.want([draw.getrandbits(64) for _ in range(16)])
+    world.wanted.want(moved)
+    assert [column for column, _ in world.best(most=4)] == [5]
 
 
 def test_of_equal_places_the_first_of_the_list_is_taken() -> None:
@@ -116,9 +163,8 @@ def test_what_is_there_by_chance_does_not_count() -> None:
 def test_the_latest_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_ranking, "WORDS_MAX", 4)
     world = World(Known(1), Known(5), Known(2))
-    world.wanted.want([1, 2, 3, 4])
-    world.wanted.want([2])
-    world.wanted.want([5])
+    for word in (1, 2, 3, 4, 2, 5):
+        world.wanted.want([word])
     assert world.best(most=3) == [(1, 1), (2, 1)], "the first one that was asked for is forgotten"
     world.wanted.want([6, 7, 8, 9])
     assert world.best(most=3) == []
@@ -126,7 +172,7 @@ def test_the_latest_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.requirement("N3")
 def test_a_place_that_has_all_names_by_chance_is_worth_nothing() -> None:
-    world = World(Known(*range(100), by_chance=1.0), Known(1, 2, 3, 4))
+    world = World(Known(*range(100), by_chance=1.0), Known(0, 1, 2, 3))
     world.wanted.want(list(range(100)))
     assert world.best() == [(1, 4)]
 
