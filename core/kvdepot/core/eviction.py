@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from kvdepot.core.candidate_heap import CandidateHeap, missing_entries
 from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.return_rates import ReturnRates
 
 NO_NODE: Final = 0xFFFF_FFFF
 USELESS: Final = 0.0
@@ -124,6 +125,10 @@ _USES_MAX: Final = 7
 """Further uses raise a score no more, so that what was hot becomes evictable again."""
 _WEIGHT: Final = [math.sqrt(uses + 1) for uses in range(_USES_MAX + 1)]
 GHOSTS_DEFAULT: Final = 1 << 16
+_TURN: Final = 0.5
+"""Mean worths by which the clock of uses rises in as many uses as there are ghosts. 0.3 to 1 are as good."""
+_MEAN_OF: Final = 100
+"""Candidates that the mean worth covers."""
 _CONTINUED: Final = 1  # something was committed below the node
 _STOP: Final = 2  # a request ended or resumed there, or paths part there
 _RESUMED: Final = 4  # a request resumed there
@@ -156,7 +161,7 @@ class GreedyDualSizeFrequency:
     """The least of clock + sqrt(uses + 1) x worth (GDSF: Cherkasova, HPL-98-69R1; worth is seconds saved per byte).
 
     The clock is the score of what was evicted last, so that what is not used loses against
-    what comes in. Five things are this policy's own (measured in ADR 0014):
+    what comes in. Six things are this policy's own (measured in ADRs 0014 and 0089):
 
     * The root of the uses: where they say nothing about further ones, a straight line costs
       up to a tenth of LRU's hits, the root half of that, and gains as much where they do.
@@ -168,6 +173,8 @@ class GreedyDualSizeFrequency:
     * A node inside a path, where no request ended or resumed and no paths part (a stop), counts less, by the ratio
       of two rates learned from outcomes: how many such nodes became stops, and how many stops were resumed at.
       An engine that offers a state at every chunk fills memory with such nodes (Marconi, arXiv 2411.19379).
+    * The clock of a use also rises a little with each use. Otherwise it stands still while nodes of one score go,
+      and all that comes in meanwhile has one score, too: what went first of it would be chance.
 
     41 bytes a node and 9 bytes a ghost.
     """
@@ -175,8 +182,10 @@ class GreedyDualSizeFrequency:
     def __init__(self, ghosts: int = GHOSTS_DEFAULT) -> None:
         self._candidates = CandidateHeap()
         self._weight = _WEIGHT
-        self._clock = 0.0
-        self._touched = array("d")  # by node: the clock at its last use; _FIRST: not committed
+        self._clock = 0.0  # the highest score of what was evicted
+        self._now = 0.0  # the clock of uses
+        self._mean_worth = 0.0  # of the latest candidates
+        self._touched = array("d")  # by node: the clock of uses at its last one; _FIRST: not committed
         self._worth = array("f")
         self._uses = bytearray()
         self._children = bytearray()  # that were ever committed, up to SHARED_CHILDREN
@@ -210,6 +219,8 @@ class GreedyDualSizeFrequency:
     def on_candidate(self, node: int, worth: float, group: int = 0) -> None:
         self._know(node)
         self._worth[node] = worth
+        if worth > USELESS:
+            self._mean_worth += (worth - self._mean_worth) / (_MEAN_OF if self._mean_worth else 1)
         self._candidates.put(node, self._score(node), group)
 
     def on_not_candidate(self, node: int) -> None:
@@ -289,7 +300,8 @@ class GreedyDualSizeFrequency:
             self._roles[heir] |= _STOP
 
     def _touch(self, node: int) -> None:
-        self._touched[node] = max(self._touched[node], self._clock)
+        self._now = max(self._now, self._clock) + _TURN * self._mean_worth / len(self._ghost_marks)
+        self._touched[node] = max(self._touched[node], self._now)
         self._rescore(node)
 
     def _rescore(self, node: int) -> None:
@@ -319,15 +331,16 @@ class GreedyDualSizeFrequency:
 _EXPONENT: Final = 0.5
 """Of the uses in a score, without evidence: the root of `GreedyDualSizeFrequency`."""
 _EXPONENT_MAX: Final = 1.5
-_SIGNIFICANT: Final = 2.5
+_SIGNIFICANT: Final = 1.0
 """Standard errors between the two rates of return before the exponent moves. At two more it has its limit."""
 _BATCH: Final = 8
 """Evictions that count between two looks at the rates, which take 5 us."""
-_OUTCOMES: Final = 300.0
-"""Evictions that the rates of return cover: each counts less by a factor of 1 - 1 / 300 with the next."""
-_KEPT: Final = (1 - 1 / _OUTCOMES) ** _BATCH
-_PRIOR: Final = 8.0
-"""Evictions, with a rate of return of 0.15, that each class starts with."""
+_OUTCOMES_MIN, _OUTCOMES_MAX = 100, 300
+"""Evictions that the rates of return cover: with the next one, each counts less by a factor of 1 - 1 / that."""
+_TURNS: Final = 4
+"""So many times the candidates are covered, within these limits: a small cache forgets the last workload soon."""
+_RESCORED: Final = 2
+"""Nodes that get the score of the present exponent at each eviction."""
 _STEP: Final = 1 - (1 - 0.02) ** _BATCH
 """How much of its way the exponent goes at one look: 2 % an eviction."""
 _VISIT: Final = 2
@@ -338,11 +351,11 @@ class AdaptiveGreedyDual(GreedyDualSizeFrequency):
     """`GreedyDualSizeFrequency` with (uses + 1) to a power that follows what comes back after its eviction.
 
     Whether uses say anything about further ones depends on the workload: for shared prompts and documents they do, and
-    for conversations they do not (ADR 77). Evictions are counted in two classes, of nodes with more uses than the
-    mean of those evicted and of others, and so are those of them that come back while their ghosts last. At the best
-    exponent both classes come back equally often: if the used ones do more often, they went too early, and it
-    rises; if they do less often, it falls to 0, where age alone decides. Without a significant difference it returns
-    to the root, so that chance moves nothing. 1 byte more a node, and 1 a ghost.
+    for conversations they do not (ADR 77). At the best exponent, nodes of many and of few uses come back equally often
+    while their ghosts last (`ReturnRates`). If the used ones do more often, they went too early, and it rises. If they
+    do less often, it falls to 0, where age alone decides. Without a significant difference it returns to the root.
+    All candidates get the score of the present exponent in turn. Otherwise what was hot under a high one would stay
+    for many turns of the cache. 1 byte more a node, and 1 a ghost.
     """
 
     def __init__(self, ghosts: int = GHOSTS_DEFAULT) -> None:
@@ -350,9 +363,8 @@ class AdaptiveGreedyDual(GreedyDualSizeFrequency):
         self.exponent = _EXPONENT
         self._pending = bytearray()  # by node: how many evictions from here upwards still count
         self._ghost_class = bytearray(ghosts)  # by slot: 1 + class of a counted eviction, or 0
-        self._evicted = [0.0, 0.0]  # by class: few uses, many
-        self._returned = [0.0, 0.0]
-        self._mean_uses = 1.0
+        self._rates = ReturnRates()
+        self._rescored = 0  # the node that got its score last
         self._unseen = 0  # evictions that count, since `_adapt`
 
     def on_hit(self, node: int, now: float) -> None:
@@ -368,6 +380,9 @@ class AdaptiveGreedyDual(GreedyDualSizeFrequency):
 
     def on_evicted(self, node: int, heir: int) -> None:
         super().on_evicted(node, heir)
+        for _ in range(_RESCORED):
+            self._rescored = (self._rescored + 1) % len(self._touched)
+            self._rescore(self._rescored)
         pending, self._pending[node] = self._pending[node], 0
         mark = self._marks[node]
         slot = mark % len(self._ghost_marks)
@@ -376,12 +391,9 @@ class AdaptiveGreedyDual(GreedyDualSizeFrequency):
             self._ghost_class[slot] = 0
         if not pending:
             return
-        uses = self._uses[node]
-        self._mean_uses += (uses - self._mean_uses) / 20
-        used = int(uses > self._mean_uses)
+        many = self._rates.evict(self._uses[node])
         if remembered:
-            self._ghost_class[slot] = 1 + used
-        self._evicted[used] += 1
+            self._ghost_class[slot] = 1 + many
         self._unseen += 1
         if self._unseen == _BATCH:
             self._unseen = 0
@@ -397,20 +409,14 @@ class AdaptiveGreedyDual(GreedyDualSizeFrequency):
     def _enter(self, node: int, parent: int, mark: int) -> None:
         slot = mark % len(self._ghost_marks)
         if mark and self._ghost_marks[slot] == mark and self._ghost_class[slot]:
-            self._returned[self._ghost_class[slot] - 1] += 1
+            self._rates.come_back(self._ghost_class[slot] - 1)
         super()._enter(node, parent, mark)
 
     def _adapt(self) -> None:
         """Move the exponent towards what the rates of return ask for."""
-        rates, variance = [], 0.0
-        for used in (0, 1):
-            self._evicted[used] *= _KEPT
-            self._returned[used] *= _KEPT
-            seen = self._evicted[used] + _PRIOR
-            rate = min((self._returned[used] + 0.15 * _PRIOR) / seen, 0.95)
-            rates.append(rate)
-            variance += rate * (1 - rate) / seen
-        errors = (rates[1] - rates[0]) / math.sqrt(variance)
+        outcomes = min(max(_TURNS * len(self._candidates), _OUTCOMES_MIN), _OUTCOMES_MAX)
+        self._rates.forget((1 - 1 / outcomes) ** _BATCH)
+        errors = self._rates.errors()
         evidence = math.copysign(min(max(abs(errors) - _SIGNIFICANT, 0.0) / 2, 1.0), errors)
         self.exponent += _STEP * (_EXPONENT + evidence - self.exponent)
         self.exponent = min(max(self.exponent, 0.0), _EXPONENT_MAX)
@@ -427,8 +433,6 @@ _POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
     "gdsf": GreedyDualSizeFrequency,
     "lru": lambda _: LeastRecentlyUsed(),
 }
-
-
 DEFAULT_POLICY: Final = "adaptive"
 
 

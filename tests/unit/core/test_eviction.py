@@ -216,6 +216,25 @@ def test_gdsf_takes_what_saves_the_least_for_its_bytes() -> None:
     assert [evicted(policy) for _ in range(3)] == [1, 2, 0]
 
 
+@pytest.mark.parametrize("name", policy_names())
+def test_of_equal_units_the_one_that_was_used_last_goes_last(name: str) -> None:
+    """Also while the clock of scores stands still, as it does until all units of one score have gone."""
+    policy = policy_by_name(name, 300)
+    for node in range(300):
+        policy.on_commit(node, float(node), mark=node + 1)
+        policy.on_candidate(node, 1.0)
+    order = []
+    for newcomer in range(300, 900):
+        victim = policy.victim()
+        assert victim is not None
+        order.append(victim)
+        policy.on_evicted(victim, NO_NODE)
+        policy.on_removed(victim)
+        policy.on_commit(newcomer, float(newcomer), mark=newcomer + 1)
+        policy.on_candidate(newcomer, 1.0)
+    assert order == list(range(600))
+
+
 def test_gdsf_keeps_what_was_used() -> None:
     policy = gdsf(1.0, 1.0, 1.0)
     policy.on_hit(0, 1.0)
@@ -288,6 +307,11 @@ def chain(policy: GreedyDualSizeFrequency, nodes: range) -> None:
     policy.on_end(nodes[-1])
 
 
+def standing(policy: GreedyDualSizeFrequency, node: int) -> float:
+    """Return the node's score without its time of last use."""
+    return policy._score(node) - policy._touched[node]
+
+
 def test_gdsf_what_lies_inside_a_path_goes_before_where_requests_end() -> None:
     policy = GreedyDualSizeFrequency(ghosts=64)
     for first in (0, 10, 20):
@@ -314,10 +338,10 @@ def test_gdsf_nodes_inside_paths_count_as_much_as_others_where_they_turn_out_to_
         if path < 99:
             for node in range(10 * path, 10 * path + 9):
                 policy.on_hit(node, 0.0)
-    assert policy._score(995) == pytest.approx(policy._score(999), rel=0.1)
+    assert standing(policy, 995) == pytest.approx(standing(policy, 999), rel=0.1)
     unused = GreedyDualSizeFrequency(ghosts=64)
     chain(unused, range(1000))
-    assert unused._score(995) < 0.01 * unused._score(999)
+    assert standing(unused, 995) < 0.01 * standing(unused, 999)
 
 
 def test_gdsf_the_heir_of_an_end_is_one() -> None:
@@ -326,7 +350,7 @@ def test_gdsf_the_heir_of_an_end_is_one() -> None:
     chain(policy, range(50))
     policy.on_evicted(49, 48)
     policy.on_removed(49)
-    assert policy._score(48) > 10 * policy._score(47)
+    assert standing(policy, 48) > 10 * standing(policy, 47)
 
 
 def test_useless_units_go_before_all_others() -> None:
@@ -420,20 +444,20 @@ def test_adaptive_weighs_uses_more_where_they_foretell_others_and_then_gains_hit
     items = popular(Random(seed), 12_000)
     adaptive, policy = hits("adaptive", items)
     assert isinstance(policy, AdaptiveGreedyDual)
-    assert policy.exponent > 0.5
-    assert adaptive > 1.02 * max(hits("gdsf", items)[0], hits("lru", items)[0])
+    assert policy.exponent > 1.0
+    assert adaptive > 1.08 * max(hits("gdsf", items)[0], hits("lru", items)[0])
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_adaptive_loses_little_where_uses_foretell_nothing_and_gains_when_the_workload_changes(seed: int) -> None:
     random = Random(seed)
     items = sessions(random, 8000)
-    assert hits("adaptive", items)[0] >= 0.97 * max(hits("gdsf", items)[0], hits("lru", items)[0])
+    assert hits("adaptive", items)[0] >= 0.98 * max(hits("gdsf", items)[0], hits("lru", items)[0])
     changed = items + popular(random, 12_000) + sessions(random, 8000)
     adaptive, policy = hits("adaptive", changed)
     assert isinstance(policy, AdaptiveGreedyDual)
-    assert policy.exponent == pytest.approx(0.5, abs=0.05)  # it came back
-    assert adaptive > 1.005 * max(hits("gdsf", changed)[0], hits("lru", changed)[0])
+    assert policy.exponent < 0.75  # it came back from above 1
+    assert adaptive > 1.03 * max(hits("gdsf", changed)[0], hits("lru", changed)[0])
 
 
 class AdaptiveModel(RuleBasedStateMachine):
