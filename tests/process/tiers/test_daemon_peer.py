@@ -26,6 +26,7 @@ from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, 
 
 SERVER = b"kvdepot.server.io.peer_server"
 WORKER = b"kvdepot.server.io.worker"
+SUMS = b"kvdepot.server.io.checksum_worker"
 
 
 def counter(daemon: DaemonProcess, name: str) -> float:
@@ -120,6 +121,24 @@ def test_what_was_absent_is_asked_for_again_when_its_source_is_back(fleet: Fleet
         wait_until(lambda: _fails(engine, reader), "nobody answers")
         source.start()  # its RAM was adopted: the bytes are verified, and are the same
         assert served_again(engine, keys) == payloads(keys)
+
+
+@pytest.mark.requirement("N3")
+def test_what_has_no_checksum_yet_is_not_remembered_as_absent(fleet: Fleet) -> None:
+    """As after an unnoticed restart of the source: all is there, and nothing is verified."""
+    keys = keys_of("pending", 6)
+    source = fleet.source()
+    wait_until(lambda: children(source.pid, SUMS), "it computes checksums")
+    (sums,) = children(source.pid, SUMS)
+    os.kill(sums, signal.SIGSTOP)
+    with RawEngine(source.socket) as engine:
+        engine.store(keys)
+    reader = fleet.reader(port_of(source), deadline="2s", more='[policy]\nnegative_ttl = "1h"\n')
+    with RawEngine(reader.socket) as engine:
+        wait_until(lambda: not engine.locate(keys) and counter(source, "peer_located_objects.pending"), "it is asked")
+        os.kill(sums, signal.SIGCONT)
+        assert served_again(engine, keys) == payloads(keys)
+    assert not counter(reader, "shared_probes.peer-0/absent")
 
 
 def _fails(engine: RawEngine, reader: DaemonProcess) -> bool:

@@ -24,6 +24,7 @@ from kvdepot.server.daemon.peer_readers import PeerReaders
 from kvdepot.server.daemon.peer_summaries import GATHER_SECONDS, PeerSummaries
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.loads.peer_leases import PeerLease, PeerLeases
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN
 from kvdepot.server.io.peer_wire import (
     FROM_DAEMON,
     TO_DAEMON,
@@ -65,8 +66,8 @@ _Down = Located | Granted | Refused | SummaryWords | Gathered
 class PeerSource:
     """Everything runs on the loop's thread.
 
-    Counts `peer_located_objects.found` and `.absent`, `peer_pulls.` and how each ended or why it was refused,
-    `peer_sent_bytes.` and the lane, `peer_given_summaries.` and whether it was gathered for it,
+    Counts `peer_located_objects.found`, `.absent` and `.pending`, `peer_pulls.` and how each ended or why it was
+    refused, `peer_sent_bytes.` and the lane, `peer_given_summaries.` and whether it was gathered for it,
     `peer_refused_connections.` and why, `peer_servers.started`, `.crashed` and
     `.killed`.
     """
@@ -280,9 +281,10 @@ class PeerSource:
             self._count("peer_refused_connections.not_allowed", 1)
             return Refused(Refusal.NOT_ALLOWED)
         lengths = self._leases.locate(tenant, ((one.namespace, one.key, one.kind) for one in question.wanted))
-        found = sum(length >= 0 for length in lengths)
-        self._count("peer_located_objects.found", found)
-        self._count("peer_located_objects.absent", len(lengths) - found)
+        absent, pending = lengths.count(ABSENT), lengths.count(UNKNOWN)
+        self._count("peer_located_objects.found", len(lengths) - absent - pending)
+        self._count("peer_located_objects.absent", absent)
+        self._count("peer_located_objects.pending", pending)
         return Located(lengths, self._arena_id)
 
     def _lease(self, question: AskPull) -> Granted | Refused:

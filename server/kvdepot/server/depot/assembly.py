@@ -103,7 +103,7 @@ class Assembly:
         self._tiering = Tiering(tree, ram, loans, self._read_ended)
         self._checksums = Checksums(tree, ram, self._sessions.hold_extents, self._tiering.verified)
         self.switches = Switches(clock)
-        self.peer_leases = PeerLeases(tree, ram, loans, workers, self.switches)
+        self.peer_leases = PeerLeases(tree, ram, loans, workers, self.switches, self._checksums.want)
         self._audits = Audits(tree, ram, config, random_bytes)
         self._budgets = Budgets(self._sessions, ram, config, self.counters)
         self._stores = Stores(

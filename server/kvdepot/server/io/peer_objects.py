@@ -14,7 +14,7 @@ import xxhash
 from kvdepot.core.objectfile import HEADER_BYTES, Damage, ObjectDamageError, payload_sum
 from kvdepot.server.io.context import Context, NixlLink, PeerLink
 from kvdepot.server.io.direct_io import first_bytes
-from kvdepot.server.io.jobs import ABSENT, Answer, Probe, ReadFile, StatFiles
+from kvdepot.server.io.jobs import Answer, Probe, ReadFile, StatFiles
 from kvdepot.server.io.nixl_agent import NotReachedError
 from kvdepot.server.io.peer_wire import (
     Borrow,
@@ -51,9 +51,9 @@ def _peer(context: Context) -> PeerLink:
 
 
 def _stat(job: StatFiles, context: Context) -> Answer:
-    """Return the length of each object as a file would have it, or ABSENT. One round trip."""
+    """Return the length of each object as a file would have it, ABSENT or UNKNOWN. One round trip."""
     found = _locate(context, Locate(tuple(map(_wanted, job.files))))
-    lengths = (length + HEADER_BYTES if length >= 0 else ABSENT for length in found.lengths)
+    lengths = (length + HEADER_BYTES if length >= 0 else length for length in found.lengths)
     return Answer(IoOutcome.OK, lengths=tuple(lengths), source_id=found.arena_id)
 
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Self
 from kvdepot.core.bounds import AtMost, Between, ChunkKey, Count, DrawnId, Duration, NamespaceId, bad
 from kvdepot.core.limits import OBJECT_BYTES_MAX
 from kvdepot.server.io.framing import Digest, Framing, Signed
-from kvdepot.server.io.jobs import ABSENT, FILES_PER_STAT, Extents
+from kvdepot.server.io.jobs import FILES_PER_STAT, UNKNOWN, Extents
 from kvdepot.server.storage.base import ObjectName
 
 ALPN: Final = "kvdepot-peer/1"
@@ -39,7 +39,7 @@ _HASHES_MAX: Final = 16
 """Of a summary. Sources use 7 at most."""
 _QUESTION_BYTES_MAX: Final = 64 << 10
 _ANSWER_BYTES_MAX: Final = 2 << 20
-_Length = Annotated[Signed, Between(ABSENT, OBJECT_BYTES_MAX)]
+_Length = Annotated[Signed, Between(UNKNOWN, OBJECT_BYTES_MAX)]
 
 
 class Refusal(StrEnum):
@@ -89,7 +89,10 @@ class Locate:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The length of each object in bytes, or `jobs.ABSENT`. `arena_id` is the source's, by which engines name it."""
+    """The length of each object in bytes, or `jobs.ABSENT`, or `jobs.UNKNOWN`: it is there, and nobody may have it yet.
+
+    `arena_id` is the source's, by which engines name it.
+    """
 
     lengths: Annotated[tuple[_Length, ...], Count(FILES_PER_STAT)]
     arena_id: int = 0

@@ -41,9 +41,9 @@ def _reader(
 PEERS: Final = (
     counter(
         "peer_located_objects",
-        "Objects that peers asked for, by outcome: whether RAM could lend them.",
+        "Objects that peers asked for, by outcome: whether RAM could lend them. Pending ones have no checksum yet.",
         "outcome",
-        ("found", "absent"),
+        ("found", "absent", "pending"),
     ),
     counter(
         "peer_pulls",

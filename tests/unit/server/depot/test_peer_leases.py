@@ -11,7 +11,7 @@ from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.loads.peer_leases import LEASES_MAX, PeerLease, PeerLeases
 from kvdepot.server.depot.types import Owner, TenantBudget
 from kvdepot.server.io.chunk_words import words_of_names
-from kvdepot.server.io.jobs import ABSENT
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN
 from kvdepot.server.io.peer_wire import Refusal
 from kvdepot.server.storage.base import ObjectName, UnknownWorker
 
@@ -66,7 +66,7 @@ def test_an_object_without_a_checksum_is_not_offered() -> None:
     rig, client, leases, worker = rig_of()
     keys = path("p", 2)
     store(client, keys)
-    assert located(leases, client, keys) == [ABSENT, ABSENT]
+    assert located(leases, client, keys) == [UNKNOWN, UNKNOWN], "it is there, and will be had soon"
     assert leases.lease(None, names(client, keys)[0], worker) is Refusal.GONE
     verify(rig)
     assert located(leases, client, keys) == [OBJECT_BYTES] * 2
@@ -81,9 +81,31 @@ def test_an_adopted_object_is_offered_once_it_is_verified() -> None:
     rig.crash()
     client = rig.attach()
     leases = rig.depot.peer_leases
-    assert located(leases, client, keys) == [ABSENT, ABSENT]
+    assert located(leases, client, keys) == [UNKNOWN, UNKNOWN]
     verify(rig)
     assert located(leases, client, keys) == [OBJECT_BYTES] * 2
+
+
+@pytest.mark.requirement("T3")
+def test_what_a_peer_asks_for_is_verified_first() -> None:
+    rig, client, _, _ = rig_of(pages=128)
+    many = path("many", 40)
+    store(client, many)
+    verify(rig)
+    rig.crash()
+    client = rig.attach()
+    assert located(rig.depot.peer_leases, client, many[30:32]) == [UNKNOWN, UNKNOWN]
+    first = [rig.depot.next_to_sum() for _ in range(2)]
+    assert {rig.depot._tree.ram.rows.keys[one.row].tobytes() for one in first if one} == set(many[30:32])
+
+
+@pytest.mark.requirement("T3")
+def test_what_is_being_written_is_neither_offered_nor_absent() -> None:
+    _, client, leases, worker = rig_of()
+    keys = path("p", 2)
+    client.reserve(keys)
+    assert located(leases, client, keys) == [UNKNOWN, UNKNOWN]
+    assert leases.lease(None, names(client, keys)[0], worker) is Refusal.GONE
 
 
 @pytest.mark.requirement("T3")

@@ -6,7 +6,7 @@ process says so, or is reaped. Only then can the extents be reused (I6).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -24,7 +24,7 @@ from kvdepot.server.depot.tree.rows import Rows
 from kvdepot.server.depot.tree.switches import Switches
 from kvdepot.server.depot.tree.tree import Tree
 from kvdepot.server.io.chunk_words import Words, seeds_of, words_of
-from kvdepot.server.io.jobs import ABSENT
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN
 from kvdepot.server.io.peer_wire import Refusal
 from kvdepot.server.storage.base import ObjectName
 
@@ -47,9 +47,15 @@ class PeerLease:
 
 
 class PeerLeases:
-    """The leases of one run. `worker` is a number from `started`. `tenant` None: there are no tenants here."""
+    """The leases of one run. `worker` is a number from `started`. `tenant` None: there are no tenants here.
 
-    def __init__(self, tree: Tree, ram: RamTier, loans: WorkerLoans, workers: Workers, switches: Switches) -> None:
+    `want(row)` asks for an adopted object to be verified soon.
+    """
+
+    def __init__(
+        self, tree: Tree, ram: RamTier, loans: WorkerLoans, workers: Workers, switches: Switches,
+        want: Callable[[int], None],
+    ) -> None:  # fmt: skip
         self._tree = tree
         self._index = tree.index
         self._namespaces = tree.namespaces
@@ -57,6 +63,7 @@ class PeerLeases:
         self._rows = ram.rows
         self._loans = loans
         self._switches = switches
+        self._want = want
         self.workers = workers
         """Where the process that sends is written down, before it is lent anything."""
         self._leases: dict[int, tuple[ObjectLoan, int]] = {}
@@ -68,16 +75,26 @@ class PeerLeases:
         return len(self._leases)
 
     def locate(self, tenant: str | None, wanted: Iterable[Wanted]) -> tuple[int, ...]:
-        """Return the length of each object in bytes, or ABSENT. Nothing is pinned, and nothing counts as used."""
-        return tuple(
-            ABSENT if row == NO_ROW else self._ram.size_bytes(row)
-            for row in (self._row(tenant, *one) for one in wanted)
-        )
+        """Return the length of each object in bytes, ABSENT or UNKNOWN. Nothing is pinned, and nothing counts as used.
+
+        UNKNOWN: it is being written, or has to be verified or to get its checksum first. A reader that took it for
+        absent would not ask again for a while.
+        """
+        return tuple(self._length(self._row(tenant, *one)) for one in wanted)
+
+    def _length(self, row: int) -> int:
+        if row == NO_ROW:
+            return ABSENT
+        if self._lendable(row):
+            return self._ram.size_bytes(row)
+        if self._rows.unverified(row):
+            self._want(row)
+        return UNKNOWN
 
     def lease(self, tenant: str | None, name: ObjectName, worker: int) -> PeerLease | Refusal:
         """Lend an object to the worker, or say why not. Raise UnknownWorker."""
         row = self._row(tenant, name.namespace, name.key, name.kind)
-        if row == NO_ROW:
+        if row == NO_ROW or not self._lendable(row):
             return Refusal.GONE
         if self._ram.name(row) != name:
             return Refusal.FOREIGN
@@ -89,7 +106,7 @@ class PeerLeases:
         self._leases[self._numbers] = loan, name.raw_bytes
         self.lent_bytes += name.raw_bytes
         raw_sum = self._rows.raw_sum(row)
-        assert raw_sum is not None, "`_row` returns none without"
+        assert raw_sum is not None, "it is lendable"
         return PeerLease(self._numbers, self._rows.extents(row), raw_sum, self._rows.generation[row])
 
     def end(self, number: int) -> bool:
@@ -111,18 +128,16 @@ class PeerLeases:
         return PeerChunks(self._rows, {one.slot: one.id for one in served})
 
     def _row(self, tenant: str | None, namespace_id: bytes, key: bytes, kind: int) -> int:
-        """Return the row of an object that may be served to a peer now, or NO_ROW.
-
-        It is committed, written or verified in this run, and has a checksum.
-        """
+        """Return the row of an object that such a peer may be served, now or later, or NO_ROW."""
         namespace = self._namespaces.by_id.get(namespace_id)
         if namespace is None or kind not in _KINDS or not self._serves(tenant, namespace):
             return NO_ROW
         node = self._index.find(namespace.slot, key)
-        row = NO_ROW if node == NONE else self._index.row(node, kind)
-        if row == NO_ROW or not self._rows.visible(row) or not self._rows.summed(row):
-            return NO_ROW
-        return row
+        return NO_ROW if node == NONE else self._index.row(node, kind)
+
+    def _lendable(self, row: int) -> bool:
+        """Return whether the object is committed, written or verified in this run, and has a checksum."""
+        return self._rows.visible(row) and self._rows.summed(row)
 
     def _serves(self, tenant: str | None, namespace: Namespace) -> bool:
         """Return whether loads of the namespace are on, and it belongs to this tenant if there are tenants.
