@@ -17,6 +17,7 @@ from kvdepot.server.tiers.conformance_harness import name_of
 from kvdepot.server.tiers.peer.figures import PeerFigures
 from kvdepot.server.tiers.peer.group import PeerGroup
 from kvdepot.server.tiers.peer.places import Place
+from kvdepot.server.tiers.peer.source import SourceWorkers
 
 ARENA = 7
 A, B, C = places = [("10.0.0.1", 7448), ("10.0.0.2", 7448), ("::1", 7448)]
@@ -27,7 +28,9 @@ LOG = logging.getLogger("tests.g")
 
 
 class Workers:
-    """Those of one peer. The test answers each job."""
+    """Those of one peer. The test answers each job. They probe as real ones do."""
+
+    _probed = False
 
     def __init__(self, of: dict[Place, Workers]) -> None:
         self.of = of
@@ -54,6 +57,10 @@ class Workers:
 
     def has(self, *lengths: int, source_id: int = 99) -> None:
         self.answer(Answer(IoOutcome.OK, lengths=lengths, source_id=source_id))
+
+    def probe(self, works: Callable[[Answer], object]) -> bool:
+        workers: Any = self
+        return SourceWorkers.probe(workers, works)
 
     def renew(self, guard: str) -> None:
         self.guards.append(guard)

@@ -17,11 +17,10 @@ from typing import Final, Protocol
 
 from kvdepot.core.report import PeerStatus
 from kvdepot.server.io.breaker import Breaker
-from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, Probe, ReadFile, StatFiles
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, ReadFile, StatFiles
 from kvdepot.server.platform.addresses import url_address
 from kvdepot.server.platform.guard import Guard, Once
 from kvdepot.server.storage.base import IoOutcome, Loan
-from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.peer.path_names import PathNames
 from kvdepot.server.tiers.peer.places import Place
 from kvdepot.server.tiers.peer.source import SourceWorkers
@@ -65,7 +64,6 @@ class Member:
         self.figures = workers.figures
         self.itself = False
         self.chosen = ""  # why, where the list has more than there is room for
-        self.probed = False  # a probe has no answer yet
 
     @property
     def usable(self) -> bool:
@@ -219,20 +217,10 @@ class PeerGroup:
     # Lookups, and probes
 
     def probe(self) -> None:
-        """Ask peers that have not answered yet, or whose last answer was a failure.
-
-        Otherwise the next lookup would not wait for them, although they may have recovered while nobody asked.
-        """
+        """Ask peers that have not answered yet, or whose last answer was a failure."""
         for member in self._members.values() if self._token is not None else ():
-            doubtful = member.figures.fails or not member.figures.source_id
-            if doubtful and member.usable and not member.probed:
-                member.probed = True
-                member.workers.submit(Probe(PROBE), priority=Priority.TEND, done=partial(self._probed, member))
-
-    def _probed(self, member: Member, answer: Answer) -> None:
-        member.probed = False
-        if answer.outcome is IoOutcome.OK:
-            self.heard(member, answer)
+            if not member.itself:
+                member.workers.probe(partial(self.heard, member))
 
     def _ask_all(self, job: Job, priority: Priority, done: Callable[[Answer], None]) -> None:
         files = job.files if isinstance(job, StatFiles) else ()

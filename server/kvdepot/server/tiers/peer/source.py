@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.core.report import PeerStatus
-from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, ReadFile
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, Probe, ReadFile
 from kvdepot.server.io.peer_wire import Lane, PeerSettings
 from kvdepot.server.io.pool import IoPool
 from kvdepot.server.platform.addresses import TCP, url_address
-from kvdepot.server.storage.base import Loan
+from kvdepot.server.storage.base import IoOutcome, Loan
+from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.peer.figures import PeerFigures
 from kvdepot.server.tiers.peer.places import Place
 from kvdepot.server.tiers.workers import PassedWorkers
@@ -52,6 +53,7 @@ class SourceWorkers(PassedWorkers):
         self._clock = clock
         self._returned = returned
         self._settles_until = -inf
+        self._probed = False  # a probe has no answer yet
         self._lane = ""
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
@@ -66,6 +68,25 @@ class SourceWorkers(PassedWorkers):
 
         self.figures.asked(job)
         super().submit(job, priority=priority, done=answered, loan=loan)
+
+    def probe(self, works: Callable[[Answer], object] = lambda _: None) -> bool:
+        """Ask a peer that has not answered yet, or whose last answer was a failure. Return whether it is asked now.
+
+        `works` is called if it answers. Without probes nobody would notice that it is back: names that are remembered
+        as absent are not asked for, and a lookup of several peers does not wait for it.
+        """
+        doubtful = self.figures.fails or not self.figures.source_id
+        if not doubtful or not self.usable or self._probed:
+            return False
+        self._probed = True
+
+        def answered(answer: Answer) -> None:
+            self._probed = False
+            if answer.outcome is IoOutcome.OK:
+                works(answer)
+
+        self.submit(Probe(PROBE), priority=Priority.TEND, done=answered)
+        return True
 
     def changed(self) -> None:
         """Take note that the pool takes jobs, or none any more."""

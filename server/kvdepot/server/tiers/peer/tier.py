@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from kvdepot.core.report import TierStatus
-from kvdepot.server.io.jobs import Priority, Probe
+from kvdepot.server.io.jobs import Probe
 from kvdepot.server.io.scout_wire import Ranked
 from kvdepot.server.platform.guard import Guard, tier_guard
 from kvdepot.server.storage.base import IoOutcome, ObjectName, Stored, TierListener, TierTraits
@@ -130,15 +130,11 @@ class PeerTier(SharedTier):
         await super().close()
 
     def tick(self) -> None:
-        """Probe the only peer after a failure, as a group does. Else nobody would notice that it is back.
-
-        Names that are remembered as absent are not asked for.
-        """
+        """Probe the only peer after a failure, as a group does whenever it is told who its members are."""
         super().tick()
         now, workers = self._context.loop.time(), self._workers
-        if isinstance(workers, SourceWorkers) and workers.figures.fails and workers.usable and now >= self._probe_at:
+        if isinstance(workers, SourceWorkers) and now >= self._probe_at and workers.probe():
             self._probe_at = now + self._peer_config.find_seconds
-            workers.submit(Probe(PROBE), priority=Priority.TEND, done=lambda _: None)
 
     def reads_from(self, source_id: int) -> bool:
         return self._workers.reads_from(source_id)

@@ -77,3 +77,19 @@ def test_a_peer_that_was_disabled_is_back_before_anybody_asks_it() -> None:
     world.pool.usable = True
     world.workers.changed()
     assert len(world.returns) == 1 and world.has(5, ABSENT) == (5, UNKNOWN)
+
+
+def test_a_peer_is_probed_once_at_a_time_while_it_is_new_or_failed_last() -> None:
+    world = World()
+    works: list[Answer] = []
+    assert world.workers.probe(works.append) and not world.workers.probe(works.append)
+    world.pool.jobs.pop()(FAILED)
+    assert not works and world.workers.probe(works.append)
+    world.pool.jobs.pop()(Answer(IoOutcome.OK, source_id=9))
+    assert [one.source_id for one in works] == [9] and len(world.returns) == 1
+    assert not world.workers.probe(works.append), "it has answered"
+    world.look_up(FAILED)
+    world.pool.usable = False
+    assert not world.workers.probe(works.append), "its breaker probes it"
+    world.pool.usable = True
+    assert world.workers.probe(works.append)
