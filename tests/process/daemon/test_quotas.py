@@ -135,7 +135,7 @@ def check_reports(node: DaemonProcess) -> None:
     fullest = quota(node, "ram").owners[0]
     table = text(node, "status", "--wide")
     assert "quotas" in table
-    assert any(all(part in line for part in (" a ", "(total)", "ram")) for line in table.splitlines())
+    assert any(line.split()[:3] == ["a", "(total)", "ram"] for line in table.splitlines()), table
     assert record(node, "status")["quotas"][0]["owners"][0]["used_bytes"] == fullest.used_bytes
     with urllib.request.urlopen(f"{node.metrics}/metrics", timeout=patient(10)) as answer:
         lines = [
