@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -56,19 +57,22 @@ def test_the_page_leads_to_a_first_hit_in_five_minutes(tmp_path: Path) -> None:
         walk.install_connector()
         walk.serve_vllm()
         wait_until(lambda: "kvdepot: attached to unix://" in walk.log("vllm"), "vLLM's log says that it is attached")
-        sent = prompt(2000, "a long prompt")
-        first = walk.complete(sent)
+        walk.type("echo '{", {'"temperature"': '"return_token_ids": true, "temperature"'})  # the toy has no text
+        first = json.loads(walk.type("curl"))
         wait_until(lambda: status_of(walk.socket).tiers[0].objects >= 7, "it is stored", pause_seconds=0.1)
-        walk.forget()
-        second = walk.complete(sent)
+        walk.type("curl -s -X POST")
+        second = json.loads(walk.type("curl"))
         seconds = time.monotonic() - began
         assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
         wait_until(lambda: walk.metric("vllm:external_prefix_cache_hits") >= 1792, "vLLM counts the hit")
-        flags = walk.type("kvdepotctl doctor --engine", {"http://localhost:8000": walk.url})
-        assert " ok, 0 warn, 0 fail, 0 skipped" in flags
+        assert "} 1792.0" in walk.type("curl")
+        walk.complete(prompt(2000, "of a gateway"), request="my-req", answers=2)
+        assert " ok, 0 warn, 0 fail, 0 skipped" in walk.type("kvdepotctl doctor --engine")
         assert walk.type("kvdepotctl status").startswith("HEALTH_OK")
         assert second["id"] in walk.type("kvdepotctl requests")
         assert walk.type("kvdepotctl explain", {"REQUEST": second["id"]}).splitlines()[0].startswith("HIT")
+        for_gateway = walk.ask("explain", "my-req")
+        assert all(f"request {number}_cmpl-my-req-0-" in for_gateway for number in range(2)), for_gateway
         walk.end()
         assert str(walk.arena) in walk.type("kvdepotd arena list")
         walk.type("kvdepotd arena remove", {"ARENA": str(walk.arena)})

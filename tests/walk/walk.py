@@ -1,8 +1,8 @@
 """What a user does with `docs/quickstart.md`: each command as the page has it, in a new clone and a home of its own.
 
-The page leaves the model to the user. Here it is the toy model, which needs flags of its own and takes prompts as
-numbers of tokens. It leaves vLLM to the user, too: an environment that has what the tests' environment has, but for
-kvdepot. The daemon's environment is new, so pip downloads what it needs, unless this machine's cache has it.
+The page leaves the model to the user. Here it is the toy model, which needs flags of its own. vLLM has a port of its
+own, too. The page leaves vLLM to the user: an environment that has what the tests' environment has, but for kvdepot.
+The daemon's environment is new, so pip downloads what it needs, unless this machine's cache has it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tests.rigs.patience import patient, wait_until
 from tests.rigs.vllm_server import START_SECONDS, wait_serving
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+PAGE_URL: Final = "http://localhost:8000"
+"""Of vLLM, on the page."""
 _ENDS_SECONDS: Final = 60.0
 _NOT_A_USERS: Final = ("KVDEPOT_", "PYTEST_", "PYTHON", "VIRTUAL_ENV", "XDG_")
 """Beginnings of variables that a user's shell does not have."""
@@ -86,7 +88,7 @@ class Walk:
         }  # fmt: skip
         vllm = _vllm_environment(folder / "vllm-venv")
         self._of_vllm = inherited | ENVIRONMENT | {
-            "HOME": str(folder), "XDG_RUNTIME_DIR": str(run), "PIP_CACHE_DIR": cache, "VLLM_SERVER_DEV_MODE": "1",
+            "HOME": str(folder), "XDG_RUNTIME_DIR": str(run), "PIP_CACHE_DIR": cache,
             "PATH": f"{vllm / 'bin'}:{inherited['PATH']}", "VIRTUAL_ENV": str(vllm),
         }  # fmt: skip
 
@@ -101,11 +103,11 @@ class Walk:
             self._run(f"kvdepotd arena remove {self.arena}")
 
     def next(self, *, start: str) -> str:
-        """Return the page's next command. Raise AssertionError unless it begins with `start`."""
+        """Return the page's next command, for this model and vLLM. Raise AssertionError unless it begins so."""
         command = self.commands[len(self.typed)]
         assert command.startswith(start), f"the page says {command!r} next"
         self.typed.append(command)
-        return command
+        return command.replace("MODEL", str(self._model)).replace(PAGE_URL, self.url)
 
     def download(self) -> None:
         """Have pip's cache filled, as the page does not count downloads."""
@@ -138,7 +140,7 @@ class Walk:
 
     def serve_vllm(self) -> None:
         """Type the command that starts vLLM, in vLLM's environment, and wait until it serves."""
-        command = self.next(start="vllm serve MODEL").replace("MODEL", str(self._model))
+        command = self.next(start="VLLM_SERVER_DEV_MODE=1 vllm serve MODEL")
         port = self.url.rpartition(":")[2]
         flags = f"--port {port} --host 127.0.0.1 --skip-tokenizer-init --enforce-eager --dtype {DENSE.dtype}"
         flags += " --max-model-len 8192 --max-num-batched-tokens 8192 --kv-cache-memory-bytes 268435456"
@@ -147,17 +149,17 @@ class Walk:
     def log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
-    def complete(self, prompt: Sequence[int], tokens: int = 8) -> dict[str, Any]:
-        """Send a prompt, and return the answer."""
+    def complete(self, prompt: Sequence[int], request: str = "", answers: int = 1) -> dict[str, Any]:
+        """Send a prompt, and return the answer. `request`: the X-Request-Id. `answers`: vLLM's `n`."""
         asked = {
-            "model": str(self._model), "prompt": list(prompt), "max_tokens": tokens, "temperature": 0,
-            "return_token_ids": True,
+            "model": str(self._model), "prompt": list(prompt), "max_tokens": 8, "return_token_ids": True,
+            "n": answers, "temperature": int(answers > 1),
         }  # fmt: skip
-        return dict(json.loads(self._post("/v1/completions", asked)))
+        return dict(json.loads(self._post("/v1/completions", asked, {"X-Request-Id": request} if request else {})))
 
     def forget(self) -> None:
         """Empty vLLM's own cache, as the page says."""
-        self._post("/reset_prefix_cache", {})
+        self._post("/reset_prefix_cache", {}, {})
 
     def metric(self, name: str) -> float:
         """Return the sum of a counter of vLLM."""
@@ -169,9 +171,9 @@ class Walk:
         """Return what `kvdepotctl` prints, which the page has no command for."""
         return self._run(f"kvdepotctl {' '.join(arguments)}")
 
-    def _post(self, path: str, content: dict[str, Any]) -> bytes:
+    def _post(self, path: str, content: dict[str, Any], headers: Mapping[str, str]) -> bytes:
         request = urllib.request.Request(
-            f"{self.url}{path}", json.dumps(content).encode(), {"Content-Type": "application/json"}
+            f"{self.url}{path}", json.dumps(content).encode(), {"Content-Type": "application/json", **headers}
         )
         with urllib.request.urlopen(request, timeout=patient(120)) as answer:
             return bytes(answer.read())
@@ -188,7 +190,7 @@ class Walk:
         path = self._folder / f"{name}.log"
         with path.open("wb") as log:
             process = subprocess.Popen(
-                ["bash", "-c", f"exec {command}"], cwd=self.clone, env=environment, stdin=subprocess.DEVNULL,
+                ["bash", "-c", f"exec env {command}"], cwd=self.clone, env=environment, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         self._servers.callback(_end, process)
