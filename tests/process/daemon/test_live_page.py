@@ -66,7 +66,7 @@ def test_sizes_counts_and_durations_are_those_of_the_other_outputs(browser: Brow
 
 @NEEDS_CHROMIUM
 @pytest.mark.requirement("O5")
-@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1280, True)])
+@pytest.mark.parametrize(("width", "dark"), list(itertools.product((390, 1280), (False, True))))
 def test_long_names_and_large_figures_of_100_tiers_fit_and_are_text(
     browser: Browser, daemon: DaemonProcess, width: int, dark: bool
 ) -> None:

@@ -171,9 +171,9 @@ def _identity(spec: NamespaceSpec) -> Table:
 
 
 def _groups(spec: NamespaceSpec) -> Table:
-    table = new_table("groups", "kind", ">block tokens", ">window tokens", "bytes a block and rank", ">layers")
+    table = new_table("groups", "kind", ">block tokens", ">window tokens", "size a block and rank", ">layers")
     for group in spec.groups:
-        each = " ".join(map(str, group.rank_block_bytes)) + (" (replicated)" if group.replicated else "")
+        each = ", ".join(map(size_text, group.rank_block_bytes)) + (" (replicated)" if group.replicated else "")
         window = str(group.window_tokens) if group.window_tokens else ""
         table.add_row(kind_text(group.kind), str(group.block_tokens), window, each, str(len(group.layers)))
     return table

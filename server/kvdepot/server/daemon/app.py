@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.core.secrets import mask_secrets
+from kvdepot.core.units import size_text
 from kvdepot.server.arena.arena_file import KeptFiles
 from kvdepot.server.arena.arena_request import NOTHING_KNOWN, Outlook
 from kvdepot.server.arena.holding import become_holder
@@ -181,7 +182,7 @@ def described(config: Config, problems: Sequence[KvDepotError] = (), outlook: Ou
 
     `problems` are refusals of this host alone. `outlook`: of a start on this host.
     """
-    lines = [f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}"]
+    lines = [f"{config.file}: ok, capacity {size_text(config.capacity_bytes)}, arena {config.arena_path}"]
     if outlook.loss:
         lines.append(f"warning: RAM will begin empty, because the arena is replaced: {outlook.loss}")
     if outlook.note:

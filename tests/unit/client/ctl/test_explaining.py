@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -73,7 +74,7 @@ def golden(scene: str, width: int) -> Path:
     return GOLDEN / f"{scene}-{width}.txt"
 
 
-SCREENS: Final = [(scene, 80) for scene in SCENES] + [("requests", width) for width in WIDTHS]
+SCREENS: Final = list(itertools.product([*SCENES, "requests"], WIDTHS))
 
 
 @pytest.mark.requirement("P10")

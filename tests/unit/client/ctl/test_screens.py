@@ -59,7 +59,7 @@ OTHER: Final = bytes.fromhex("1b4fd7fa54e80b2e5c1e4f4ea1c30e94")
 KEYS: Final = tuple(bytes.fromhex(f"{start}{'0' * 24}") for start in ("61833ed5", "564cb76e", "9ee94f0d"))
 KINDS: Final = bytes([Kind.ATTENTION, Kind.STATE])
 PEER: Final = PeerStatus(
-    "10.0.0.2:7448", "ready", lane="tls", reading_objects=2, loaded_objects=18_204, loaded_bytes=76 << 30,
+    "10.0.0.2:7448", "ready", lane="nixl", reading_objects=2, loaded_objects=18_204, loaded_bytes=76 << 30,
     load_seconds=140.0, failed_objects={"gone": 12, "timed_out": 3}, lookups=90_112, lookup_seconds=55.0,
 )  # fmt: skip
 TIERS: Final = (

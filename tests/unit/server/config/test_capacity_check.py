@@ -47,7 +47,7 @@ def too_much(folder: Path) -> str:
 def test_a_capacity_above_the_file_system_is_named(file: File, tmp_path: Path) -> None:
     above = too_much(tmp_path)
     text = file.said(above)
-    assert ": ok, capacity" in text
+    assert ": ok, capacity 2.00 GiB, arena " in text
     assert "\nwarning: tier.nvme.capacity: " in text and "more than the" in text and str(file.tier) in text
     assert "nvme" in json.loads(file.said(above, "--json"))["warnings"][0]
     assert "warning" not in file.said("64MiB")

@@ -27,6 +27,7 @@ from kvdepot.server.offline.replay import Disk, Replay, capacities, recorded, un
 from kvdepot.server.offline.replay_verb import Setting, replayed, report
 
 GOLDEN = Path(__file__).parents[3] / "golden/replay"
+WIDTHS = (80, 120, 200)
 
 CHUNK_TOKENS, OBJECT_BYTES = 256, 1 << 20
 ATTENTION = GroupSpec(Kind.ATTENTION, CHUNK_TOKENS, rank_block_bytes=(OBJECT_BYTES,))
@@ -193,7 +194,7 @@ def drawn(scene: str, columns: int) -> str:
     return "".join(f"{line}\n" for line in report(replayed(trace, settings[scene]), columns, BLOCKS))
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("scene", ["ram", "all"])
 def test_the_table_is_as_it_was(scene: str, columns: int) -> None:
     assert drawn(scene, columns) == (GOLDEN / f"{scene}-{columns}.txt").read_text()
@@ -287,5 +288,5 @@ def test_only_a_few_record_at_once() -> None:
 
 if __name__ == "__main__":
     for _scene in ("ram", "all"):
-        for _columns in (80, 120):
+        for _columns in WIDTHS:
             (GOLDEN / f"{_scene}-{_columns}.txt").write_text(drawn(_scene, _columns))

@@ -1,4 +1,4 @@
-"""What `kvdepotctl size` prints: golden screens of 80 columns, JSON, and errors.
+"""What `kvdepotctl size` prints: golden screens, the same at each width, JSON, and errors.
 
 `python -m tests.unit.client.ctl.sizing.test_command` writes the golden screens. Look at them before they are committed.
 """
@@ -34,21 +34,23 @@ SCREENS: Final = {
 }
 
 
-def printed(words: list[str]) -> str:
+def printed(words: list[str], width: int = 80) -> str:
     """Return what it prints for vLLM on GPUs, unless a device is asked for."""
-    return printed_here([words[0], "--device", "gpu", *words[1:]])
+    return printed_here([words[0], "--device", "gpu", *words[1:]], width)
 
 
-def printed_here(words: list[str]) -> str:
-    result = CliRunner().invoke(cli, ["size", str(CONFIGS / f"{words[0]}.json"), *words[1:]], catch_exceptions=False)
+def printed_here(words: list[str], width: int = 80) -> str:
+    command = ["size", str(CONFIGS / f"{words[0]}.json"), *words[1:]]
+    result = CliRunner().invoke(cli, command, catch_exceptions=False, env={"COLUMNS": str(width)})
     assert result.exit_code == 0, result.output
     return result.output.replace(str(CONFIGS), "/models/m")
 
 
+@pytest.mark.parametrize("width", [80, 120, 200])
 @pytest.mark.parametrize("name", SCREENS)
-def test_a_screen_is_as_it_was_looked_at(name: str) -> None:
-    text = printed(SCREENS[name])
-    assert text == (GOLDEN / f"{name}-80.txt").read_text()
+def test_a_screen_is_as_it_was_looked_at(name: str, width: int) -> None:
+    text = printed(SCREENS[name], width)
+    assert text == (GOLDEN / f"{name}.txt").read_text()
     assert max(map(len, text.partition("vllm serve")[0].splitlines())) <= 80, "but for the command"
 
 
@@ -115,4 +117,4 @@ def test_it_imports_neither_vllm_nor_torch_and_asks_no_daemon() -> None:
 
 if __name__ == "__main__":
     for screen, arguments in SCREENS.items():
-        (GOLDEN / f"{screen}-80.txt").write_text(printed(arguments))
+        (GOLDEN / f"{screen}.txt").write_text(printed(arguments))
