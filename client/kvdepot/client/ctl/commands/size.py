@@ -63,7 +63,7 @@ _CACHE_DTYPES: Final = (AUTO, *(name for name in ELEMENT_BYTES if name != "float
     help="Of recurrent states: vLLM's mamba_ssm_cache_dtype.",
 )  # fmt: skip
 @click.option("--device", type=click.Choice([GPU, CPU]), help="vLLM's. [default: gpu if this host has one]")
-@click.option("--block-size", type=_POSITIVE, help="vLLM's block. [default: 16 on GPUs, 128 on CPUs]")
+@click.option("--block-size", type=_POSITIVE, help="vLLM's block. [default: 16; on CPUs 128, except for MLA]")
 @click.option("--chunk-tokens", type=_POSITIVE, help="kvdepot's setting. [default: as the connector chooses]")
 @click.option(
     "--retention", type=TokensType(), default=0, show_default=True, help="vLLM's prefix_cache_retention_interval."
