@@ -83,7 +83,7 @@ def test_names_are_never_markup() -> None:
     spec = NamespaceSpec({"[u]field": '"[/]"'}, 32, (group,), {Kind.ATTENTION: 256}, tenant="[b]t", epoch="[b]e")
     found = NamespaceDescription(contents, spec, ("[b]engine",))
     text = printed(lambda console: print_namespace_description(found, (PIN,), console))
-    assert all(name in text for name in ("[u]field", '"[/]"', "[b]t", "[b]e", "[b]engine", "64 64"))
+    assert all(name in text for name in ("[u]field", '"[/]"', "[b]t", "[b]e", "[b]engine", "64 B, 64 B"))
     assert all(cell in text for cell in ("5a5a5a5a5a5a", "1 h 30 min", "1.00 KiB"))
     assert "no namespace is known" in printed(lambda console: print_namespaces(NamespacePage(), console))
 
