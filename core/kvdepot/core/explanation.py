@@ -62,7 +62,7 @@ FIX: Final = {
     MissReason.NO_GRANT: "give RAM more capacity, or use a faster tier below it: KVDepotStoresRefused",
     MissReason.ABANDONED: "see the engine's log",
     MissReason.PRUNED: "nothing to do: a longer prompt is stored",
-    MissReason.OTHER_NAMESPACE: "give both engines the same settings; `kvdepotctl explain` shows what differs",
+    MissReason.OTHER_NAMESPACE: "give both engines the same settings in the fields that `kvdepotctl explain` lists",
     MissReason.UNVERIFIED: "wait: the daemon verifies what it adopted",
     MissReason.BEING_WRITTEN: "send it again",
     MissReason.TIER_UNAVAILABLE: "see the tiers in `kvdepotctl health`",

@@ -91,6 +91,10 @@ class Shape:
     chunk_tokens: int
     label: str
 
+    @property
+    def token_bytes(self) -> float:
+        return self.object_bytes / self.chunk_tokens
+
 
 def bench_shape(operator: Operator, object_size: str | None, chunk_tokens: int | None) -> Shape:
     """Return what was given, or the chunk of an engine: of one that runs, or else that was used last."""
@@ -107,8 +111,9 @@ def bench_shape(operator: Operator, object_size: str | None, chunk_tokens: int |
     return Shape(size, chunk_tokens or DEFAULT_CHUNK_TOKENS_MIN, label)
 
 
-def bench_spec(object_bytes: int, chunk_tokens: int, bumps: int) -> NamespaceSpec:
+def bench_spec(shape: Shape, bumps: int) -> NamespaceSpec:
     """Return a namespace that nobody else has. `bumps`: the daemon's counter of all. Raise InvalidArgument."""
+    object_bytes, chunk_tokens = shape.object_bytes, shape.chunk_tokens
     if object_bytes < OBJECT_BYTES_MIN:
         raise InvalidArgument(f"an object of {object_bytes} bytes is less than {OBJECT_BYTES_MIN}")
     if object_bytes % chunk_tokens:

@@ -55,24 +55,43 @@ def show(console: Console, *parts: Table | str) -> None:
 
     Each id, word and number is in one line, also on a terminal that is narrower than that.
     """
-    width, wide = console.width, console.options.update(max_width=_WIDTH_MAX)
+    width = console.width
     for number, table in enumerate(parts):
         if isinstance(table, str):
             console.print(table, soft_wrap=True)
             continue
         if number:
             console.print()
-        for column in table.columns:
-            sizes = [console.measure(cell, options=wide) for cell in column.cells]
-            whole = column.header in _IDS or column.justify == "right"
-            header = console.measure(column.header, options=wide)
-            column.min_width = max(
-                header.maximum if column.header in _IDS else header.minimum,
-                *[size.maximum if whole else size.minimum for size in sizes] or [0],
-            )
+        _fit(table, console)
         console.width = _WIDTH_MAX
-        console.print(table, width=width)
+        console.print(table)
         console.width = width
+
+
+def _fit(table: Table, console: Console) -> None:
+    """Set the widths of columns. What is too wide wraps, the widest column first.
+
+    rich itself does not know while it shrinks columns which of them cannot shrink.
+    """
+    wide = console.options.update(max_width=_WIDTH_MAX)
+    least = []
+    for column in table.columns:
+        header, cells = console.measure(column.header, options=wide), [console.measure(cell, options=wide)
+                                                                       for cell in column.cells]  # fmt: skip
+        whole = column.header in _IDS or column.justify == "right"
+        column.width = max([header.maximum, *(cell.maximum for cell in cells)])
+        least.append(max(
+            header.maximum if column.header in _IDS else header.minimum,
+            *[cell.maximum if whole else cell.minimum for cell in cells] or [0],
+        ))  # fmt: skip
+    excess = console.measure(table, options=wide).maximum - console.width
+    while excess > 0:
+        shrinkable = [(column.width or 0, at) for at, column in enumerate(table.columns) if column.width != least[at]]
+        if not shrinkable:
+            return
+        widest, at = max(shrinkable)
+        table.columns[at].width = widest - 1
+        excess -= 1
 
 
 def pin_text(pin: PinStatus) -> str:

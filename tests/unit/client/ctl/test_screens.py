@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -16,10 +16,23 @@ from unittest.mock import patch
 import pytest
 from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
+from kvdepot.client.ctl.benching import Measured, Shape
+from kvdepot.client.ctl.commands.bench import print_measured
+from kvdepot.client.ctl.commands.bench_engine import print_found
 from kvdepot.client.ctl.commands.doctor import echo_table
 from kvdepot.client.ctl.doctor.findings import DAEMON, HOST, Finding, Outcome
+from kvdepot.client.ctl.engine_bench.measuring import COLD, DEPOT, OWN, Asked, Found, Way
 from kvdepot.core.calls import ROOT_KEY
-from kvdepot.core.control import QuotaEntry, QuotaSubject, VerifiedTier, VerifyReply
+from kvdepot.core.control import (
+    ConfigChange,
+    ConfigReply,
+    PrefetchReply,
+    QuotaEntry,
+    QuotaSubject,
+    ReloadReply,
+    VerifiedTier,
+    VerifyReply,
+)
 from kvdepot.core.epochs import Epochs
 from kvdepot.core.groups import GroupSpec
 from kvdepot.core.health import health
@@ -77,8 +90,8 @@ TIERS: Final = (
         peers=(
             PEER,
             replace(PEER, address="10.0.0.3:7448", state="disabled", reason="connection refused", breaker="open",
-                    reading_objects=0, loaded_objects=0, loaded_bytes=0, load_seconds=0.0, lookups=0, lane="",
-                    failed_objects={}),
+                    reading_objects=0, loaded_objects=0, loaded_bytes=0, load_seconds=0.0, lookups=0,
+                    lane="stream: UCX has no transport", failed_objects={}),
         ),
     ),
 )  # fmt: skip
@@ -166,6 +179,38 @@ ENTRIES: Final = (
     QuotaEntry(QuotaSubject("a", None, "nvme"), 200 << 30, by_operator=True),
     QuotaEntry(QuotaSubject("*", "*", "ram"), None),
 )
+PREFETCHED: Final = PrefetchReply(
+    1_240, 1_240, 310, 1_866, 7464 << 20, {"share": 188, "quota": 12}, {"corrupt": 2}, finished=True
+)
+FILE: Final = "/etc/kvdepot/kvdepot.toml"
+CONFIGURATION: Final = ConfigReply(
+    FILE,
+    {
+        "ram.capacity": "68719476736", "tier.nvme.kind": "disk", "tier.nvme.path": "/mnt/nvme/kvdepot",
+        "daemon.listen": '["unix:///run/kvdepot/kvdepot.sock", "tcp://10.0.0.1:7448"]', "policy.prefetch_share": "0.1",
+    },
+)  # fmt: skip
+CHANGED: Final = ReloadReply(
+    FILE,
+    (
+        ConfigChange("ram.capacity", "68719476736", "34359738368", live=False),
+        ConfigChange("log.level", "info", "debug", live=True),
+    ),
+    ram_lost_bytes=32 << 30,
+)  # fmt: skip
+MEASURED: Final = (
+    Measured("ram", "store", 6.1e9, "memcpy", 11.2e9),
+    Measured("ram", "load", 10.4e9, "memcpy", 11.2e9, shares=(0.95, 0.93, 0.91)),
+    Measured("nvme", "store", 0.74e9, "medium", 0.1276e9),
+    Measured("nvme", "load", 2.9e9, "medium", 3.2e9),
+    Measured("bucket", "store", 0.0, note="write = evict: only what RAM evicts gets there"),
+    Measured("bucket", "load", 0.021e9, "medium", 0.024e9),
+)
+FOUND: Final = Found(
+    [Asked(tokens, {COLD: tokens / 9_100, OWN: 0.031, DEPOT: 0.08 + tokens / 160_000}) for tokens in (2_000, 30_000)],
+    [Way(COLD, 1.758, 3.297, 0.0), Way(OWN, 0.031, 0.031, 0.97), Way(DEPOT, 0.18, 0.268, 0.964)],
+    0.961,
+)
 
 
 @dataclass
@@ -203,34 +248,61 @@ class Daemon:
     def verify(self, call: object) -> Iterator[VerifyReply]:
         yield VERIFIED
 
+    def prefetch(self, *_: object) -> Iterator[PrefetchReply]:
+        yield PREFETCHED
 
-SCENES: Final = {
+    def configuration(self) -> ConfigReply:
+        return CONFIGURATION
+
+    def reload(self, *, dry_run: bool) -> ReloadReply:
+        assert dry_run
+        return CHANGED
+
+
+VERBS: Final = {
+    "assets-list": "assets list",
+    "config-diff": "config diff",
+    "config-show": "config show",
     "describe-chunk": "describe 5d6f/564c",
     "describe-namespace": "describe 5d6f",
-    "doctor": "",
-    "doctor-all": "",
     "health": "health",
     "ls": "ls",
     "ls-chunks": "ls 5d6f",
     "peers": "peers",
+    "prefetch": "prefetch 5d6f",
     "quota-get": "quota get --tenant a --tier nvme",
     "quota-list": "quota list",
     "status-counters": "status --counters",
     "status-wide": "status --wide",
     "verify": "verify",
 }
-VERBS: Final = ("describe", "ls", "peers", "quotas", "status", "verify")
+"""Scenes that a daemon's answers make, as they are typed."""
+MODULES: Final = ("configuration", "describe", "ls", "peers", "prefetch", "quotas", "status", "verify")
+WORKLOAD: Final = {"model": "Qwen/Qwen3-8B", "workload": "chat: turns of a conversation", "tokens": "2000 to 30000"}
+PRINTED: Final[dict[str, Callable[[Console], None]]] = {
+    "bench": lambda console: print_measured(
+        Shape(2 << 20, 384, "Qwen3NextForCausalLM bfloat16"), MEASURED, 1 << 30, 9_100.0, console
+    ),
+    "bench-engine": lambda console: print_found(FOUND, WORKLOAD, console),
+    "bench-no-engine": lambda console: print_measured(
+        Shape(16 << 20, 256, "no engine has registered yet"), MEASURED[:2], 1 << 30, None, console
+    ),
+    "doctor": lambda console: echo_table(FINDINGS, console, every=False),
+    "doctor-all": lambda console: echo_table(FINDINGS, console, every=True),
+}
+"""Scenes of what a host or an engine makes."""
+SCENES: Final = sorted([*VERBS, *PRINTED])
 
 
 def screen(scene: str, width: int) -> str:
     """Return what the verb prints, without the blanks at the ends of rows."""
-    if scene.startswith("doctor"):
+    if scene in PRINTED:
         out = StringIO()
-        echo_table(FINDINGS, Console(file=out, width=width), every=scene == "doctor-all")
+        PRINTED[scene](Console(file=out, width=width))
         text = out.getvalue()
     else:
         with _answered_by(Daemon()):
-            ended = CliRunner().invoke(cli, SCENES[scene].split(), env={"COLUMNS": str(width)})
+            ended = CliRunner().invoke(cli, VERBS[scene].split(), env={"COLUMNS": str(width)})
         assert ended.exception is None or isinstance(ended.exception, SystemExit), ended.exc_info
         text = ended.stdout
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
@@ -243,8 +315,8 @@ def _answered_by(daemon: Daemon) -> Iterator[None]:
         yield daemon
 
     with ExitStack() as stack:
-        for verb in VERBS:
-            stack.enter_context(patch(f"kvdepot.client.ctl.commands.{verb}.connect", connect))
+        for module in MODULES:
+            stack.enter_context(patch(f"kvdepot.client.ctl.commands.{module}.connect", connect))
         yield
 
 

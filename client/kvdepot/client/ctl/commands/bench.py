@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from kvdepot.client.bulk import BulkEngine
 from kvdepot.client.ctl.as_json import echo_record
-from kvdepot.client.ctl.benching import Bench, Measured, bench_shape, bench_spec, size_bytes
+from kvdepot.client.ctl.benching import Bench, Measured, Shape, bench_shape, bench_spec, size_bytes
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.bench_engine import engine
 from kvdepot.client.ctl.commands.options import json_option
-from kvdepot.client.ctl.printer import new_table
+from kvdepot.client.ctl.printer import new_table, show
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.errors import NotFound
 from kvdepot.core.hit_rate import HitRate
@@ -21,6 +21,8 @@ from kvdepot.core.units import parse_size_bytes, size_text
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from kvdepot.client.endpoint import Endpoint
     from rich.table import Table
 
@@ -61,10 +63,9 @@ def bench(
     with connect(*connection) as operator:
         status = operator.status()
         shape = bench_shape(operator, object_size, chunk_tokens)
-        object_bytes, chunk_tokens = shape.object_bytes, shape.chunk_tokens
         prefill = prefill or HitRate.of(status.counters).prefill_rate or None
-        tiers, spec = status.tiers, bench_spec(object_bytes, chunk_tokens, status.epochs.bump)
-        total = size_bytes(tiers, parse_size_bytes(wanted) if wanted else 0, object_bytes)
+        tiers, spec = status.tiers, bench_spec(shape, status.epochs.bump)
+        total = size_bytes(tiers, parse_size_bytes(wanted) if wanted else 0, shape.object_bytes)
         settings = operator.configuration().values
         try:
             with BulkEngine(endpoint, spec, "kvdepotctl-bench", timeout_seconds=timeout_seconds) as bulk:
@@ -72,73 +73,78 @@ def bench(
         finally:
             with suppress(NotFound):
                 operator.evict(spec.namespace_id(), b"")
-    per_token = object_bytes / chunk_tokens
     if as_json:
-        record = {"shape_of": shape.label, "object_bytes": object_bytes, "chunk_tokens": chunk_tokens}
-        echo_record(record | {"prefill": prefill} | _record(found, total, per_token, prefill))
+        echo_record(_record(shape, found, total, prefill))
     else:
-        rate = f", {prefill:,.0f} tokens/s of prefill" if prefill else "; no engine has told its prefill rate yet"
-        console.print(
-            f"chunks of {chunk_tokens} tokens, {size_text(object_bytes)} ({escape(shape.label)}){rate}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
-        print_measured(found, total, per_token, prefill, console)
-    slow = prefill and any(one.way == "load" and one.times(per_token, prefill) < 1 for one in found)
+        print_measured(shape, found, total, prefill, console)
+    slow = prefill and any(one.way == "load" and one.times(shape.token_bytes, prefill) < 1 for one in found)
     return EXIT_SLOW if slow else 0
 
 
 bench.add_command(engine)
 
 
-def _record(found: list[Measured], total: int, per_token: float, prefill: float | None) -> dict[str, Any]:
+def _record(shape: Shape, found: Sequence[Measured], total: int, prefill: float | None) -> dict[str, Any]:
     return {
+        "shape_of": shape.label,
+        "object_bytes": shape.object_bytes,
+        "chunk_tokens": shape.chunk_tokens,
+        "prefill": prefill,
         "bytes": total,
-        "bytes_per_token": per_token,
+        "bytes_per_token": shape.token_bytes,
         "measured": [
             asdict(one)
-            | {"share": one.share, "doubt": one.doubt, "times_prefill": one.times(per_token, prefill or 0.0)}
+            | {"share": one.share, "doubt": one.doubt, "times_prefill": one.times(shape.token_bytes, prefill or 0.0)}
             for one in found
         ],
     }
 
 
 def print_measured(
-    found: list[Measured], total: int, per_token: float, prefill: float | None, console: Console
+    shape: Shape, found: Sequence[Measured], total: int, prefill: float | None, console: Console
 ) -> None:
-    """Print the table, what is to be said of its lines, and how each tier compares with computing."""
-    console.print(_table(found, total, per_token, prefill))
-    for one in found:
-        remarks = (f"this machine is too noisy to tell; {one.doubt}" if one.doubt else "", one.note)
-        for remark in filter(None, remarks):
-            console.print(escape(f"{one.tier}, {one.way}: {remark}"), highlight=False)
-    if prefill:
-        console.print(_verdict(found, per_token, prefill), highlight=False, soft_wrap=True)
+    """Print the table, what is to be said of its lines, and how each tier compares with computing.
+
+    Args:
+        shape: the chunk that was measured with.
+        found: what was measured.
+        total: bytes that were moved each way.
+        prefill: tokens that an engine computes in a second; None if that is not known.
+        console: where to print.
+    """
+    rate = f", {prefill:,.0f} tokens/s of prefill" if prefill else "; no engine has told its prefill rate yet"
+    chunk = f"chunks of {shape.chunk_tokens} tokens, {size_text(shape.object_bytes)} ({escape(shape.label)})"
+    show(console, f"{chunk}{rate}", _table(shape, found, total, prefill), *_remarks(shape, found, prefill))
 
 
-def _table(found: list[Measured], total: int, per_token: float, prefill: float | None) -> Table:
-    columns = ["tier", "way", ">rate", "beside", ">share", ">tokens/s", *([">times prefill"] if prefill else [])]
-    table = new_table(f"{size_text(total)}, {size_text(per_token)} a token", *columns)
+def _table(shape: Shape, found: Sequence[Measured], total: int, prefill: float | None) -> Table:
+    columns = ["tier", "way", ">rate", ">beside", ">share", ">tokens/s", *([">times prefill"] if prefill else [])]
+    table = new_table(f"{size_text(total)}, {size_text(shape.token_bytes)} a token", *columns)
     for one in found:
         beside = f"{one.limit_name} {_rate(one.limit)}" if one.limit else ""
         share = "too noisy" if one.doubt else f"{one.share:.2f}" if one.limit else ""
         cells = [escape(one.tier), one.way, _rate(one.rate), beside, share]
-        cells.append(f"{one.rate / per_token:,.0f}" if one.rate else "")
+        cells.append(f"{one.rate / shape.token_bytes:,.0f}" if one.rate else "")
         if prefill:
-            cells.append(f"{one.times(per_token, prefill):.1f}" if one.way == "load" else "")
+            cells.append(f"{one.times(shape.token_bytes, prefill):.1f}" if one.way == "load" else "")
         table.add_row(*cells)
     return table
 
 
-def _verdict(found: list[Measured], per_token: float, prefill: float) -> str:
-    said = []
+def _remarks(shape: Shape, found: Sequence[Measured], prefill: float | None) -> Iterator[str]:
+    for one in found:
+        doubt = f"this machine is too noisy to tell; {one.doubt}" if one.doubt else ""
+        for remark in filter(None, (doubt, one.note)):
+            yield escape(f"{one.tier}, {one.way}: {remark}")
+    if not prefill:
+        return
     for one in found:
         if one.way == "load":
-            times = one.times(per_token, prefill)
+            times = one.times(shape.token_bytes, prefill)
             slow = f"slower than computing ({times:.2f} times as fast): its loads cost more time than they save"
             verdict = slow if times < 1 else f"{times:.1f} times as fast as computing"
             doubt = ", but this machine is too noisy to tell" if one.doubt else ""
-            said.append(f"{escape(one.tier)}: {verdict}{doubt}")
-    return "\n".join(said)
+            yield f"{escape(one.tier)}: {verdict}{doubt}"
 
 
 def _rate(bytes_per_second: float) -> str:

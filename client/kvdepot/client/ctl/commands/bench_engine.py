@@ -18,13 +18,15 @@ from kvdepot.client.ctl.engine_bench.measuring import Found, Measuring, fillers
 from kvdepot.client.ctl.engine_bench.page import page
 from kvdepot.client.ctl.engine_bench.server import EngineBenchError, EngineServer
 from kvdepot.client.ctl.engine_bench.workloads import WORKLOADS, items
-from kvdepot.client.ctl.printer import new_table
+from kvdepot.client.ctl.printer import new_table, show
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.units import percent_text
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvdepot.client.ctl.calls import Operator
     from kvdepot.client.endpoint import Endpoint
     from rich.table import Table
@@ -89,11 +91,7 @@ def engine(
     if as_json:
         echo_record(_record(found, facts))
     else:
-        console = Console()
-        head = f"{facts['model']}, {facts['workload']}, {facts['tokens']} tokens"
-        console.print(escape(head), highlight=False, soft_wrap=True)
-        console.print(_table(found))
-        console.print(escape(found.verdict.text), highlight=False, soft_wrap=True)
+        print_found(found, facts, Console())
     return 0 if found.verdict.worth else EXIT_NOT_WORTH
 
 
@@ -112,8 +110,14 @@ def _stored(operator: Operator) -> None:
         pause.wait(_POLL_SECONDS)
 
 
+def print_found(found: Found, facts: Mapping[str, str], console: Console) -> None:
+    """Print the table of the ways, and the verdict. `facts`: model, workload and tokens among them."""
+    head = f"{facts['model']}, {facts['workload']}, {facts['tokens']} tokens"
+    show(console, escape(head), _table(found), escape(found.verdict.text))
+
+
 def _table(found: Found) -> Table:
-    table = new_table("", "", ">TTFT p50", ">TTFT p90", ">prefill saved")
+    table = new_table("", "way", ">TTFT p50", ">TTFT p90", ">prefill saved")
     for way in found.ways:
         table.add_row(way.name, f"{way.p50_seconds:.3f} s", f"{way.p90_seconds:.3f} s", percent_text(way.saved))
     return table

@@ -50,11 +50,7 @@ def _print(status: DaemonStatus, console: Console) -> None:
             parts.append(escape(f"tier {tier.name}: {tier.reason or 'no peer was found yet'}"))
             continue
         parts.append(_peers(f"tier {escape(tier.name)}", tier.peers))
-        parts += [
-            escape(f"{peer.address}: {', '.join(filter(None, (peer.chosen, peer.reason)))}")
-            for peer in tier.peers
-            if peer.chosen or peer.reason
-        ]
+        parts += [escape(f"{peer.address}: {remark}") for peer in tier.peers if (remark := _remark(peer))]
     if not tiers:
         parts.append("this daemon has no peer tier")
     parts.append(_readers(status.readers) if status.readers else "no daemon has loaded from this one")
@@ -62,18 +58,25 @@ def _print(status: DaemonStatus, console: Console) -> None:
 
 
 def _peers(title: str, peers: Iterable[PeerStatus]) -> Table:
-    table = new_table(
-        title, "peer", "state", ">lookups", ">a lookup", ">loads", ">loaded", ">a load", "failed", ">reading", "lane"
-    )
+    table = new_table(title, "peer", "state, lane", ">lookups", ">a lookup", ">loads", ">loaded", ">a load", ">failed")
     for peer in peers:
         moved = peer.loaded_bytes / peer.load_seconds if peer.load_seconds else 0.0
+        lane = peer.lane.partition(":")[0]
         table.add_row(
-            escape(peer.address), peer.state, str(peer.lookups),
+            escape(peer.address), escape(", ".join(filter(None, (peer.state, lane)))), str(peer.lookups),
             f"{1000 * peer.lookup_seconds / peer.lookups:.1f} ms" if peer.lookups else "",
             str(peer.loaded_objects), size_text(peer.loaded_bytes), f"{size_text(moved)}/s" if moved else "",
-            _counts(peer.failed_objects), str(peer.reading_objects), escape(peer.lane),
+            str(sum(peer.failed_objects.values())),
         )  # fmt: skip
     return table
+
+
+def _remark(peer: PeerStatus) -> str:
+    """Return what has no column: reasons, failures by outcome, and what is being read. Empty: nothing."""
+    lane = peer.lane if ":" in peer.lane else ""
+    failed = f"failed: {_counts(peer.failed_objects)}" if peer.failed_objects else ""
+    reading = f"{peer.reading_objects} objects are being read" if peer.reading_objects else ""
+    return "; ".join(filter(None, (peer.chosen, peer.reason, lane, failed, reading)))
 
 
 def _readers(readers: Sequence[ReaderStatus]) -> Table:
