@@ -41,6 +41,7 @@ class Workers:
         self.figures = PeerFigures()
         self.breaker = Breaker(failures_max=1, probe_every_seconds=1.0, clock=lambda: 0.0)
         self.closed = False
+        self.hangs = False  # a process of it
 
     @property
     def usable(self) -> bool:
@@ -77,6 +78,11 @@ class Workers:
 
     def status(self, *, itself: bool = False) -> PeerStatus:
         return self.figures.status("10.0.0.1:7448", self, itself=itself)
+
+    async def leave(self) -> None:
+        while self.hangs:  # noqa: ASYNC110 - the test decides
+            await asyncio.sleep(0.001)
+        self.closed = True
 
     async def close(self, seconds: float = 3.0) -> int:
         self.closed = True

@@ -25,9 +25,10 @@ from kvdepot.server.io.jobs import (
     StatFiles,
 )
 from kvdepot.server.io.pool import processes_max
+from kvdepot.server.io.worker_process import WorkerProcess
 from kvdepot.server.storage.base import IoOutcome
 
-from tests.rigs.io_pool_rig import Lent, pool_on, state, stop, until
+from tests.rigs.io_pool_rig import Lent, is_gone, pool_on, state, stop, until
 from tests.rigs.io_rig import MIB, IoRig, pattern, verify_only
 from tests.rigs.patience import Deadline
 
@@ -311,6 +312,57 @@ def test_close_does_not_wait_for_workers_that_do_not_answer(rig: IoRig) -> None:
             assert not limit.is_over(), "until the job's deadline"
             assert (await asked).outcome is IoOutcome.TIMEOUT
             assert loan.held_by is None
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("I6")
+def test_a_pool_that_leaves_ends_the_loan_of_a_worker_that_dies_late(
+    rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooling, "_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr(WorkerProcess, "kill", lambda _: None)  # as for a process that hangs in the kernel
+
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            await under.ask(Probe(".probe"))
+            pid = under.pid
+            stop(pid)
+            loan = under.lent()
+            asked = under.ask(rig.write(1, MIB), loan)
+            leaving = asyncio.ensure_future(under.pool.leave(0.1))
+            assert (await asked).outcome is IoOutcome.TIMEOUT
+            await asyncio.sleep(0.05)
+            assert (leaving.done(), loan.held_by, under.registry.pids) == (False, 1, {1: pid})
+            os.kill(pid, signal.SIGKILL)
+            await leaving
+            assert (loan.held_by, under.registry.pids) == (None, {})
+
+    asyncio.run(run())
+
+
+def test_close_after_an_unfinished_leave_ends_as_ever_and_leaves_the_loan(
+    rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooling, "_DEATH_SECONDS", 0.0)
+
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            await under.ask(Probe(".probe"))
+            pid = under.pid
+            stop(pid)
+            loan = under.lent()
+            with monkeypatch.context() as patch:
+                patch.setattr(WorkerProcess, "kill", lambda _: None)
+                asked = under.ask(rig.write(1, MIB), loan)
+                leaving = asyncio.ensure_future(under.pool.leave(0.1))
+                assert (await asked).outcome is IoOutcome.TIMEOUT
+                leaving.cancel()
+                assert await under.pool.close(0.1) == 1
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: is_gone(pid), "it is dead")
+            await asyncio.sleep(0.05)
+            assert loan.held_by == 1, "the next daemon proves its death"
 
     asyncio.run(run())
 

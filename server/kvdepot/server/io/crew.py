@@ -175,6 +175,11 @@ class Crew:
         self._log.warning("%s: %s; the next one starts in %.1f s", self._settings.directory, why, seconds)
         self._respawn = self._loop.call_later(seconds, self._start)
 
+    def forget(self) -> None:
+        """Stop listening to all workers. The deaths of those that hang stay unproven, as after a crash."""
+        for process in self.workers:
+            process.forget()
+
     def close(self) -> None:
         """Make no further workers."""
         self._closed = True

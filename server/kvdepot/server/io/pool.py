@@ -8,7 +8,6 @@ and left to the kernel, its loans stay, and another takes its place.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
 from kvdepot.server.io.workers_room import processes_max as processes_max  # part of this interface
 from kvdepot.server.io.workers_room import worker_reserve_bytes as worker_reserve_bytes
 from kvdepot.server.platform.guard import tier_guard
+from kvdepot.server.platform.progress import Progress
 from kvdepot.server.storage.base import IoOutcome, Loan, UnknownWorker, WorkerRegistry
 
 _ANSWERING: Final = frozenset({IoOutcome.OK, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY})
@@ -89,7 +89,7 @@ class IoPool:
         )
         self._probe_timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._moved = asyncio.Event()
+        self._progress = Progress()
         self._told_usable = False
 
     @property
@@ -192,28 +192,32 @@ class IoPool:
         Takes at most `seconds` and one more, whatever the kernel does. Returns how many workers hang on, killed; what
         they were lent stays written down as lent, as after a crash.
         """
+        await self._end_workers(seconds)
+        self._crew.forget()
+        await asyncio.sleep(0)  # the last answers
+        return len(self._crew.workers)
+
+    async def leave(self, seconds: float = 3.0) -> None:
+        """Close while the daemon runs. Return when all workers are proven dead, and so all loans have ended.
+
+        Nothing else would prove that a worker that hangs in the kernel is dead. So this waits without a limit, until
+        it is cancelled. `close` then ends what is left.
+        """
+        await self._end_workers(seconds)
+        await self._progress.until(lambda: not self._crew.workers)
+
+    async def _end_workers(self, seconds: float) -> None:
         self._closed = True
         self._crew.close()
         if self._probe_timer is not None:
             self._probe_timer.cancel()
         self._cancel_queue()
-        await self._until(lambda: not self.in_flight, seconds)
+        await self._progress.until(lambda: not self.in_flight, seconds)
         for worker in tuple(self._crew.workers.values()):
             for task in tuple(worker.inflight.values()):
                 self._expire(worker, task, "the pool was closed")
             self._crew.kill(worker)
-        await self._until(lambda: not self._crew.workers, _DEATH_SECONDS)
-        for process in self._crew.workers:
-            process.forget()
-        await asyncio.sleep(0)  # the last answers
-        return len(self._crew.workers)
-
-    async def _until(self, reached: Callable[[], bool], seconds: float) -> None:
-        until = self._loop.time() + seconds
-        while not reached() and (left := until - self._loop.time()) > 0:
-            self._moved.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._moved.wait(), left)
+        await self._progress.until(lambda: not self._crew.workers, _DEATH_SECONDS)
 
     # Jobs: queue, hand out, answer.
 
@@ -270,7 +274,7 @@ class IoPool:
 
     def _answer(self, task: Task, answer: Answer) -> None:
         self._count(f"io_answers.{answer.outcome}", 1)
-        self._moved.set()
+        self._progress.moved()
         self._guard.call(f"the answer to {type(task.job).__name__}", task.done, answer)
 
     def _judge(self, job: Job, outcome: IoOutcome, why: str) -> None:
@@ -333,18 +337,12 @@ class IoPool:
                 self._judge(task.job, IoOutcome.IO_ERROR, why)
                 self._answer_soon(task, Answer(IoOutcome.IO_ERROR, why))
         self._fill()
-        self._moved.set()
+        self._progress.moved()
 
     def _take_back(self, task: Task) -> None:
-        self._unwatch(task)
+        task.unwatch()
         if task.loan is not None:
             self._loans.end(task.loan)
-
-    @staticmethod
-    def _unwatch(task: Task) -> None:
-        if task.timer is not None:
-            task.timer.cancel()
-            task.timer = None
 
     def _overdue(self, worker: Worker, task: Task) -> None:
         why = f"no answer from I/O worker {worker.process.pid} within {task.deadline_seconds:g} s"
@@ -362,7 +360,7 @@ class IoPool:
 
     def _expire(self, worker: Worker, task: Task, why: str) -> None:
         """Answer without the worker, who keeps the loan."""
-        self._unwatch(task)
+        task.unwatch()
         del worker.inflight[task.number]
         if task.loan is not None:
             worker.kept[task.number] = task.loan

@@ -33,6 +33,12 @@ class Task:
         """Return whether another worker may repeat the job. An Append may already have been done."""
         return self.crashes < CRASHES_MAX and not isinstance(self.job, Append)
 
+    def unwatch(self) -> None:
+        """Let no deadline end the job any more."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
 
 class TaskQueue:
     """Tasks that no worker has: by priority, and in the order of their coming within one."""

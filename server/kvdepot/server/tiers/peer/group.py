@@ -96,7 +96,7 @@ class PeerGroup:
         self._log = log
         self._members: dict[Place, Member] = {}
         self._owners: OrderedDict[str, tuple[Member, ...]] = OrderedDict()
-        self._leaving: set[asyncio.Task[int]] = set()
+        self._leaving: dict[SourceWorkers, asyncio.Task[None]] = {}  # until they are proven dead
         self._spare: SourceWorkers | None = None  # have started, for the peer that joins next
         self._token: str | None = None  # workers are made, and admitted with it
         self._closed = False
@@ -139,12 +139,13 @@ class PeerGroup:
 
     async def close(self, seconds: float = 3.0) -> int:
         self._closed = True
-        workers = [member.workers for member in self._members.values()]
+        for task in self._leaving.values():
+            task.cancel()
+        workers = {member.workers for member in self._members.values()} | set(self._leaving)
         if self._spare is not None:
-            workers.append(self._spare)
+            workers.add(self._spare)
         self._members, self._spare = {}, None
-        left = await asyncio.gather(*(one.close(seconds) for one in workers), *self._leaving)
-        return sum(left)
+        return sum(await asyncio.gather(*(one.close(seconds) for one in workers)))
 
     def reads_from(self, source_id: int) -> bool:
         """Return whether a peer has this arena."""
@@ -202,9 +203,11 @@ class PeerGroup:
             self._spare = None
 
     def _leave(self, workers: SourceWorkers) -> None:
-        task = self._guard.task("the end of a peer's workers", workers.close(), self._loop)
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        """End workers. What one that hangs was lent comes back at its death, while others serve (I6)."""
+        if workers in self._leaving:
+            return  # of a member that turned out to be this daemon
+        task = self._leaving[workers] = self._guard.task("the end of a peer's workers", workers.leave(), self._loop)
+        task.add_done_callback(lambda _: self._leaving.pop(workers))
 
     def use_names(self, names: tuple[str, ...]) -> None:
         """Accept certificates with these names from now on."""

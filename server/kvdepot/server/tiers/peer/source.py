@@ -119,6 +119,10 @@ class SourceWorkers(PassedWorkers):
         self._peer = replace(self._peer, host=place[0], port=place[1])
         self._pool.serve_peer(self.path, self._peer.pack())
 
+    async def leave(self) -> None:
+        """End the workers of a peer that is none any more. Return when the death of each is proven."""
+        await self._pool.leave()
+
     def use_names(self, names: tuple[str, ...]) -> None:
         """Accept certificates with these names from now on. Workers of before finish their jobs."""
         self._peer = replace(self._peer, names=names)

@@ -280,16 +280,32 @@ def test_a_group_serves_when_one_of_its_peers_does() -> None:
 
 def test_workers_that_cannot_be_closed_are_noticed() -> None:
     async def test(peers: Peers) -> None:
-        async def close(seconds: float = 3.0) -> int:
-            raise RuntimeError("in the workers' close")
+        async def leave() -> None:
+            raise RuntimeError("in the workers' end")
 
-        peers.of[A].close = close  # type: ignore[method-assign]
+        peers.of[A].leave = leave  # type: ignore[method-assign]
         peers.group.use([B])
         await until(lambda: bool(peers.caught), "it is counted")
         assert peers.caught == ["io_failed_callbacks"]
         peers.of[A].closed = True
 
     with_peers(test, A, B)
+
+
+@pytest.mark.requirement("I6")
+def test_workers_of_a_peer_that_left_are_waited_for_until_they_are_dead_or_the_tier_closes() -> None:
+    async def test(peers: Peers) -> None:
+        for place in (A, B):
+            peers.of[place].hangs = True
+        peers.group.use([C])
+        await asyncio.sleep(0.01)
+        hung = peers.of[A]
+        assert not hung.closed and not peers.of[B].closed, "nobody forgets a process that may still write"
+        hung.hangs = False
+        await until(lambda: hung.closed, "its death is proven")
+        assert not peers.of[B].closed, "it still hangs when the tier closes"
+
+    with_peers(test, A, B, C)
 
 
 def test_each_peer_is_shown_also_the_one_that_is_this_daemon() -> None:
