@@ -11,15 +11,16 @@ late finds other bytes, which the reader's checksum tells.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import sys
+import threading
 
 from kvdepot.core.data_mapping import map_parts, unpack_parts
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.nixl_agent import POLL_SECONDS, LendingAgent, NixlError
 from kvdepot.server.io.peer_wire import FROM_LENDER, TO_LENDER
+from kvdepot.server.io.waiting import readable
 
 
 def main(arguments: list[str]) -> int:
@@ -40,9 +41,11 @@ def main(arguments: list[str]) -> int:
 def _serve(daemon: socket.socket, agent: LendingAgent) -> int:
     """Serve until the daemon closes the socket."""
     received = bytearray()
+    pause = threading.Event()
     serving = False
     while True:
-        if not select.select([daemon], [], [], POLL_SECONDS if serving else None)[0]:
+        if not readable(daemon, 0 if serving else None):
+            pause.wait(POLL_SECONDS)  # poll(2) waits for 1 ms at least, and every read of a peer with it
             agent.serve()
             continue
         if not (data := daemon.recv(1 << 10)):
