@@ -40,6 +40,8 @@ _CALL_SECONDS_MAX: Final = 600.0
 """How long a call may continue after that."""
 LOOK_SECONDS: Final = 5.0
 """How often the files are looked at. A thread does it, for files of a mount that hangs."""
+_ANSWER_SECONDS: Final = 1.0
+"""How long that is waited for. If it takes longer, the certificates in use are given again, as if nothing changed."""
 
 
 class TlsListener:
@@ -68,6 +70,7 @@ class TlsListener:
         self._pem = pem
         self._new: list[deque[Any]] = []  # of each address: certificates that gRPC has not taken yet
         self._looking: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[Pem | None] | None = None  # of the files, until they have answered
 
     @property
     def expires_at(self) -> float:
@@ -95,8 +98,9 @@ class TlsListener:
 
     async def stop(self, seconds: float) -> None:
         """Refuse new calls, and let calls in flight end for at most so long."""
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in (self._looking, self._reading):
+            if task is not None:
+                task.cancel()
         await self._server.stop(seconds)
 
     async def _look(self) -> None:
@@ -104,19 +108,32 @@ class TlsListener:
         given_at = self._loop.time()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            pem = None
-            try:
-                pem = await in_own_thread(self._files.load_changed)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next look may work
-                if self._throttle.due(str(error)):
-                    self._log.warning("new certificates not used, the former ones stay in use: %s", error)
+            pem = await self._changed()
             if pem is not None:
                 self._pem = pem
                 self._log.info("certificates replaced, for new connections")
-            if pem is not None or self._loop.time() - given_at >= TICKET_SECONDS:
+            next_look_at = self._loop.time() + LOOK_SECONDS + _ANSWER_SECONDS
+            if pem is not None or next_look_at > given_at + TICKET_SECONDS:
                 given_at = self._loop.time()
                 for new in self._new:  # with the same ones too: gRPC then makes new keys for tickets
                     new.append(_certificates(self._pem))
+
+    async def _changed(self) -> Pem | None:
+        """Return new certificates. None: there are none, they cannot be used, or the files do not answer now."""
+        if self._reading is None:
+            self._reading = self._loop.create_task(in_own_thread(self._files.load_changed))
+        await asyncio.wait((self._reading,), timeout=_ANSWER_SECONDS)
+        if not self._reading.done():
+            if self._throttle.due("hangs"):
+                self._log.warning("certificates of [tls] not read, those in use stay: their files do not answer")
+            return None
+        reading, self._reading = self._reading, None
+        try:
+            return reading.result()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next look may work
+            if self._throttle.due(str(error)):
+                self._log.warning("new certificates not used, the former ones stay in use: %s", error)
+            return None
 
 
 def _taken(new: deque[Any]) -> Any:
