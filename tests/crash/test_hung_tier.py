@@ -68,9 +68,9 @@ def test_ram_serves_beside_a_hung_mount_and_the_tier_comes_back(daemon: DaemonPr
         assert engine.load(keys) == [payload_of(key) for key in keys]
         assert engine.load(more) == [payload_of(key) for key in more]
         assert status_of(daemon.socket).tiers[1].reason
-        given_up = engine.counter("io_workers.slow/abandoned")
-        wait_until(lambda: engine.counter("io_workers.slow/abandoned") >= given_up + 2, "probes hang too", 60)
-        assert daemon.log.count("left to the kernel") <= given_up, "probes are not worth a line each"
+        given_up = engine.counter("io_workers.slow/overdue")
+        wait_until(lambda: engine.counter("io_workers.slow/overdue") >= given_up + 2, "probes hang too", 60)
+        assert daemon.log.count("it is killed") <= given_up, "probes are not worth a line each"
         fuse.go_on()
         wait_until(lambda: not status_of(daemon.socket).tiers[1].reason, "the tier comes back")
         again = keys_of("after", 20)

@@ -162,6 +162,7 @@ def test_extents_of_a_worker_stuck_in_the_kernel_stay_lent_until_it_is_gone(fuse
             await asyncio.sleep(0.3)
             assert not is_gone(stuck), "not stuck: killed, and gone"
             assert (loan.held_by, under.pool.abandoned) == (1, 1)
+            await until(lambda: under.counts["io_workers.abandoned"] == 1, "it is known to hang")
             fuse.fault()
 
             # Another worker serves meanwhile, from and to other extents.

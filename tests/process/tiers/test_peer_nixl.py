@@ -140,7 +140,7 @@ def test_a_stopped_lender_costs_its_request_alone_and_nothing_arrives_late(fleet
             os.kill(lender, signal.SIGSTOP)
             try:
                 assert engine.load(keys) is None
-                assert counter(reader, "io_workers.peer-0/abandoned") >= 1
+                assert counter(reader, "io_workers.peer-0/overdue") >= 1
                 none_lent(reader)
                 assert workers - set(children(reader.pid, WORKER)), "a worker was killed, and is reaped"
                 prompts = filled(other, reader, "fill")

@@ -20,6 +20,7 @@ from kvdepot.server.io.worker_jobs import NO_NUMBER, Worker
 from kvdepot.server.io.worker_process import WorkerListener, WorkerProcess, WorkerSettings
 from kvdepot.server.platform.backoff import Backoff
 from kvdepot.server.platform.guard import Guard
+from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.storage.base import WorkerRegistry
 
 START_SECONDS: Final = 20.0
@@ -29,6 +30,8 @@ It needs a tenth of a second of CPU. On a host with too much to do that comes la
 each one had the same time: so the next one has twice as much, until one has started.
 """
 START_SECONDS_MAX: Final = 160.0
+HANG_SECONDS: Final = 5.0
+"""A killed worker that is not dead by then hangs in the kernel. A busy host needs a part of it to end a process."""
 _LATE_STARTS_MAX: Final = 10
 _LATE_STARTS_MIN: Final = 2
 """Jobs wait for the worker after a late one. They do not wait after two in a row."""
@@ -66,6 +69,7 @@ class Crew:
         self._log = log
         self._count = count
         self._guard = guard
+        self._throttle = LogThrottle(loop.time)
         self._backoff = Backoff()
         self._late_starts = 0  # in a row
         self._failure = ""  # of the last worker; empty once one has started, or if jobs can wait for the next one
@@ -143,6 +147,7 @@ class Crew:
         if not worker.killed:
             worker.killed = True
             worker.process.kill()
+            worker.death_timer = self._loop.call_later(HANG_SECONDS, self._abandoned, worker)
 
     def retire(self) -> None:
         """Give the serving workers no more jobs. Idle ones are killed at once."""
@@ -156,6 +161,8 @@ class Crew:
         """Remove a worker whose death is proven. `unregister` is due when the worker holds nothing any more."""
         worker = self.workers.pop(process)
         self._end_start(worker)
+        if worker.death_timer is not None:
+            worker.death_timer.cancel()
         self._move(worker, None)
         return worker
 
@@ -206,10 +213,17 @@ class Crew:
         self._late_starts = min(self._late_starts + 1, _LATE_STARTS_MAX)
         if self._late_starts >= _LATE_STARTS_MIN:
             self._failure = why
-        self._count("io_workers.abandoned", 1)
+        self._count("io_workers.overdue", 1)
         self.kill(worker)
         self.start_later(None, why)
         self._listener.start_overdue(worker, why)
+
+    def _abandoned(self, worker: Worker) -> None:
+        """Note that a killed worker is not dead: it hangs in the kernel, with what it was lent."""
+        self._count("io_workers.abandoned", 1)
+        if self._throttle.due("hangs"):  # probes of a path that is disabled hang too
+            pid, directory = worker.process.pid, self._settings.directory
+            self._log.warning("%s: I/O worker %d was killed and is not dead: it hangs in the kernel", directory, pid)
 
     @staticmethod
     def _end_start(worker: Worker) -> None:

@@ -2,7 +2,7 @@
 
 Everything here runs on the loop's thread and never blocks. What a worker was lent comes
 back only when it answered or is proven dead (I6): a worker that misses a deadline is killed
-and left to the kernel, its loans stay, and another takes its place.
+and not waited for, its loans stay, and another takes its place.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class IoPool:
     """I/O workers of one path; see `submit`.
 
     Counts: `io_answers.<outcome>`; `io_bytes.read` and `.written`; `io_seconds.read`, `.write`, `.other` (in workers);
-    `io_workers.started`, `.abandoned`, `.crashed`; `io_breaker_openings`; `io_buffered_jobs` (without O_DIRECT);
-    `io_failed_callbacks`.
+    `io_workers.started`, `.overdue`, `.abandoned`, `.crashed`; `io_breaker_openings`; `io_buffered_jobs` (without
+    O_DIRECT); `io_failed_callbacks`.
     """
 
     def __init__(
@@ -347,9 +347,9 @@ class IoPool:
     def _overdue(self, worker: Worker, task: Task) -> None:
         why = f"no answer from I/O worker {worker.process.pid} within {task.deadline_seconds:g} s"
         if not worker.killed:
-            self._count("io_workers.abandoned", 1)
+            self._count("io_workers.overdue", 1)
             if self.breaker.closed:  # else it is a probe of a path that is disabled already
-                self._log.warning("%s: %s; it is killed and left to the kernel", self._answers.path, why)
+                self._log.warning("%s: %s; it is killed", self._answers.path, why)
         self._crew.kill(worker)
         self._judge(task.job, IoOutcome.TIMEOUT, why)
         self._expire(worker, task, why)

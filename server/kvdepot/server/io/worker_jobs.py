@@ -31,6 +31,7 @@ class Worker:
     queue_max: int = 0  # more jobs than it has threads for
     killed: bool = False
     start_timer: asyncio.TimerHandle | None = None
+    death_timer: asyncio.TimerHandle | None = None  # since it was killed
 
     def begun(self) -> Iterable[Task]:
         """Return the jobs that it has threads for: it takes jobs in the order of their arrival."""

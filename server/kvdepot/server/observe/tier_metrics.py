@@ -134,9 +134,10 @@ TIERS: Final = (
     tier_counter("io_buffered_jobs", "Jobs that used the page cache, because O_DIRECT is refused or unsafe (NFS)."),
     tier_counter(
         "io_workers",
-        "I/O workers that were started, crashed, or abandoned because they hung.",
+        "I/O workers, by event. overdue: killed because a job or its start took too long. abandoned: killed, and not"
+        " dead 5 s later, because it hangs in the kernel.",
         "event",
-        ("started", "crashed", "abandoned"),
+        ("started", "crashed", "overdue", "abandoned"),
     ),
     tier_counter("io_breaker_openings", "Times that the breaker disabled the tier."),
     tier_counter(
