@@ -160,20 +160,27 @@ class Mount:
         else:
             self.fuse = FuseDirectory()
             self.path, self.backing = self.fuse.path, self.fuse.backing
+        try:
+            self._make(nodes)
+        except BaseException:  # also SIGTERM: what does not begin must not stay either
+            self.close()
+            raise
+        self.shared = SharedDirectory(self.backing)
+        """One, whichever node is struck: what was damaged is known to it."""
+
+    def _make(self, nodes: int) -> None:
         command = ["mount", "-t", "tmpfs", "-o", f"size={_MEDIUM[nodes]}", "tmpfs", str(self.backing)]
         self.small = subprocess.run(command, check=False, capture_output=True).returncode == 0
         if not self.small:
             self.left_out.append("full file systems: mounting a tmpfs needs root")
         if nodes > 1:
             (self.backing / "shared").mkdir()
-        self.shared = SharedDirectory(self.backing)
-        """One, whichever node is struck: what was damaged is known to it."""
 
     def close(self) -> None:
         if self.fuse is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.fuse.go_on()
-        if self.small:
+        if os.path.ismount(self.backing):  # `small` is not known yet while it is mounted
             subprocess.run(["umount", "-l", str(self.backing)], check=False)
         if self.fuse is not None:
             self.fuse.close()

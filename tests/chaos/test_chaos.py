@@ -39,18 +39,22 @@ from tests.chaos.depot import (
     Damage,
     Depot,
     Expected,
+    Mount,
     Settings,
     unexplained,
 )
-from tests.chaos.models import SMALL
+from tests.chaos.models import FLEETS, SMALL
 from tests.chaos.plan import ALONE, QUIET_EVERY, phases
 from tests.chaos.process_clock import queued_seconds
 from tests.chaos.scheduler import Scheduler
 from tests.chaos.stepped_clock import WallClock
 from tests.chaos.watch import Judge, Watch, accounts, degraded, owed
+from tests.fakes import fuse_directory
+from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_rig import PAGE, DiskRig, flip
-from tests.rigs.patience import patient
+from tests.rigs.patience import Deadline, patient
 from tests.rigs.seeds import RUN_SEED
 
 ROOT = Path(__file__).parents[2]
@@ -158,14 +162,27 @@ def test_a_run_that_is_ended_leaves_no_process_no_mount_and_no_directory() -> No
         _, err = process.communicate(timeout=patient(_END_SECONDS))
     assert process.returncode == 128 + signal.SIGTERM, err[-2000:]
     assert any("kvdepot.server.daemon.app" in command for command in commands.values())
-    until = time.monotonic() + _END_SECONDS
+    until = Deadline(_END_SECONDS)
     while left := [command for pid, command in commands.items() if command and _command(pid) == command]:
-        assert time.monotonic() < until, left
+        assert not until.is_over(), left
         time.sleep(0.05)
     used = {path for command in commands.values() for path in re.findall(r"(?:/tmp|/dev/shm)/kvd\w+", command)}
     assert used
     assert not [path for path in used if Path(path).exists()]
     assert not [path for path in used if path in Path("/proc/mounts").read_text()]
+
+
+@pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
+def test_mounts_that_do_not_begin_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = b"tests.fakes.fuse_directory"
+    before = children(os.getpid(), server)
+    with pytest.raises(KeyError):
+        Mount(nodes=max(FLEETS) + 1)
+    assert children(os.getpid(), server) == before
+    monkeypatch.setattr(fuse_directory, "START_SECONDS", 0.0)
+    with pytest.raises(AssertionError, match="does not mount"):
+        FuseDirectory()
+    assert children(os.getpid(), server) == before
 
 
 def test_engines_ask_for_prompts_that_no_daemon_can_have_yet_and_twice() -> None:
@@ -185,9 +202,9 @@ def test_a_watch_that_cannot_look_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     watch.stop()  # where the run did not begin, there is nothing to wait for
     watch = Watch(cast("Depot", None))
     watch.start()
-    until = time.monotonic() + 30
+    until = Deadline(30)
     while not (found := watch.take()):
-        assert time.monotonic() < until
+        assert not until.is_over()
         time.sleep(0.05)
     watch.stop()
     assert "the watch failed" in found[0] and "Pss:" in found[0]
@@ -256,9 +273,9 @@ def test_a_thread_that_waits_for_a_processor_is_not_held_up() -> None:
     try:
         os.sched_setaffinity(0, {min(allowed)})
         os.sched_setaffinity(spinning.pid, {min(allowed)})
-        queued, until = queued_seconds(), time.monotonic() + 30
+        queued, until = queued_seconds(), Deadline(30)
         while queued_seconds() < queued + 0.05:
-            assert time.monotonic() < until
+            assert not until.is_over()
     finally:
         os.sched_setaffinity(0, allowed)
         spinning.kill()

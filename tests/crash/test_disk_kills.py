@@ -22,6 +22,8 @@ PROMPTS = 120
 """Of each namespace: some 170 MB, of which RAM keeps 50 and the disk 57."""
 POLICIES = ["commit", "second_use", "evict"]
 _SERVED_SECONDS = 60.0
+_ATTACHED = 0.8
+"""Of the kills: after an engine has stored something."""
 _KILLS = {"commit": 8, "second_use": 6, "evict": 6}
 
 
@@ -49,8 +51,9 @@ def _kill_again_and_again(write: str, seed: int, kills: int) -> None:
     rng = random.Random(seed)
     with DiskDaemon(write=write) as world, sampled(world.root) as samples:
         for kill in range(kills):
-            _run_until_killed(world, rng, seed)
+            _run_until_killed(world, rng, seed, durable=not kill)
             _check_medium(world)
+            assert kill or world.events.live, "the first kill leaves nothing durable to check"
             if rng.random() < 0.4:
                 world.drop_arena()
             if rng.random() < 0.25:
@@ -63,8 +66,17 @@ def _kill_again_and_again(write: str, seed: int, kills: int) -> None:
         assert max(samples) <= world.capacity_bytes
 
 
-def _run_until_killed(world: DiskDaemon, rng: random.Random, seed: int) -> None:
-    with DiskLoad(world.daemon.socket, SPECS, seed=seed, prompts=PROMPTS):
+def _run_until_killed(world: DiskDaemon, rng: random.Random, seed: int, *, durable: bool) -> None:
+    """Kill it while engines store, however late they attach; now and then perhaps before they do.
+
+    `durable`: not before the tier has an object.
+    """
+    attached = rng.random() < _ATTACHED
+    with DiskLoad(world.daemon.socket, SPECS, seed=seed, prompts=PROMPTS) as load:
+        if durable:
+            wait_until(lambda: world.events.follow().live, "an object is durable")
+        elif attached:
+            wait_until(lambda: load.counts["put"], "engines store")
         time.sleep(rng.uniform(0.05, 1.2))
         world.daemon.kill()
 

@@ -68,6 +68,13 @@ class FuseDirectory:
             *map(str, (self.backing, self.path, self._faults, self._let_go, self._late)),
         ]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        try:
+            self._wait_mounted()
+        except BaseException:  # what does not begin must not stay either
+            self.close()
+            raise
+
+    def _wait_mounted(self) -> None:
         until = Deadline(START_SECONDS)
         while not os.path.ismount(self.path):
             assert self.process.poll() is None, "the FUSE server ended"

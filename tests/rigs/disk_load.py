@@ -15,6 +15,7 @@ from kvdepot.core.calls import AcquireOutcome
 from kvdepot.core.keys import NamespaceSpec
 
 from tests.rigs.known_objects import Known, KnownEngine
+from tests.rigs.patience import Deadline
 
 _ATTACH_SECONDS = 20.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -68,11 +69,12 @@ class DiskLoad:
             self._errors.append(error)
 
     def _attach(self, spec: NamespaceSpec) -> KnownEngine | None:
-        """The daemon may be starting, or be killed while it does."""
-        until = time.monotonic() + _ATTACH_SECONDS
-        while not self._stop.is_set() and time.monotonic() < until:
+        """The daemon may be starting, or be killed while it does. None: it was told to stop before."""
+        until = Deadline(_ATTACH_SECONDS)
+        while not self._stop.is_set():
             with contextlib.suppress(OSError, grpc.RpcError):
                 return KnownEngine(self._socket, spec, self._seed & 0xFFFF)
+            assert not until.is_over(), f"{spec.label} cannot attach"
             time.sleep(0.01)
         return None
 
@@ -97,11 +99,11 @@ def serve_all(engine: KnownEngine, wanted: set[tuple[str, str]], prompts: int, s
     for known in all_objects(engine, prompts):
         if (known.key.hex(), known.kind.name.lower()) not in wanted:
             continue
-        until = time.monotonic() + seconds
+        until = Deadline(seconds)
         misses = 0
         while (outcome := engine.get([known])) is not AcquireOutcome.GRANTED:
             misses += outcome is not AcquireOutcome.LATER
-            if misses > 2 or time.monotonic() > until:
+            if misses > 2 or until.is_over():
                 missing.add(known)
                 break
             time.sleep(0.02)
