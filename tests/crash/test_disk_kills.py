@@ -14,7 +14,7 @@ from kvdepot.server.storage.base import IoOutcome
 from tests.rigs.disk_daemon import TIER, DiskDaemon, differences, indexed, sampled
 from tests.rigs.disk_load import DiskLoad, serve_all
 from tests.rigs.known_objects import KnownEngine, dense, hybrid
-from tests.rigs.patience import Deadline, wait_until
+from tests.rigs.patience import Deadline, patient, wait_until
 from tests.rigs.seeds import RUN_SEED
 
 SPECS = [dense(250_000), hybrid(131_072, 300_008)]
@@ -154,7 +154,8 @@ def test_io_workers_are_killed_or_stopped_at_100_random_moments(number: signal.S
 
 def _strike_workers(number: signal.Signals, seed: int, strikes: int) -> None:
     rng = random.Random(seed)
-    with DiskDaemon(deadline="500ms" if number == signal.SIGSTOP else "10s") as world:
+    deadline_ms = patient(500 if number == signal.SIGSTOP else 10_000)
+    with DiskDaemon(deadline=f"{deadline_ms:.0f}ms") as world:
         with DiskLoad(world.daemon.socket, SPECS, seed=seed, prompts=PROMPTS):
             for _ in range(strikes):
                 time.sleep(rng.uniform(0.05, 0.4))

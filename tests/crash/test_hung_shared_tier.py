@@ -9,12 +9,14 @@ from kvdepot.core.report import TierStatus
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import Deadline, wait_until
+from tests.rigs.patience import Deadline, patient, wait_until
 from tests.rigs.raw_client import RawEngine, keys_of, payload_of, status_of
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 STOP_SECONDS = 10.0
 WAIT_SECONDS = 60.0
+DEADLINE_MS = 2_000.0
+"""A write that takes longer is given up and not offered again, also before the mount hangs."""
 CONFIG = """
 [[tier]]
 name = "pool"
@@ -22,7 +24,7 @@ kind = "shared"
 path = "{path}"
 capacity = "256MiB"
 write = "commit"
-deadline = "1s"
+deadline = "{deadline:.0f}ms"
 io_workers = 1
 on_root_filesystem = true
 [breaker]
@@ -33,10 +35,13 @@ probe_every = "300ms"
 
 @pytest.fixture
 def daemon(fuse: FuseDirectory) -> Iterator[DaemonProcess]:
-    daemon = DaemonProcess(ram="456MiB", config=CONFIG.format(path=fuse.path / "store"))
     (fuse.backing / "store").mkdir()
-    yield daemon
-    daemon.close()
+    config = CONFIG.format(path=fuse.path / "store", deadline=patient(DEADLINE_MS))
+    daemon = DaemonProcess(ram="456MiB", config=config)
+    try:
+        yield daemon
+    finally:
+        daemon.close()
 
 
 def _tier(daemon: DaemonProcess) -> TierStatus:

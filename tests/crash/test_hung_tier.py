@@ -11,11 +11,13 @@ from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.io_pool_rig import is_gone
-from tests.rigs.patience import Deadline, wait_until
+from tests.rigs.patience import Deadline, patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 STOP_SECONDS = 10.0
+DEADLINE_MS = 2_000.0
+"""A write that takes longer is given up and not offered again, also before the mount hangs."""
 CONFIG = """
 [[tier]]
 name = "slow"
@@ -23,7 +25,7 @@ kind = "disk"
 path = "{path}"
 capacity = "512MiB"
 write = "commit"
-deadline = "1s"
+deadline = "{deadline:.0f}ms"
 io_workers = 1
 [breaker]
 failures = 2
@@ -36,7 +38,7 @@ quarantine_capacity = "32MiB"
 
 @pytest.fixture
 def daemon(fuse: FuseDirectory) -> Iterator[DaemonProcess]:
-    daemon = DaemonProcess(ram="456MiB", config=CONFIG.format(path=fuse.path / "store"))
+    daemon = DaemonProcess(ram="456MiB", config=CONFIG.format(path=fuse.path / "store", deadline=patient(DEADLINE_MS)))
     try:
         yield daemon.start()
     finally:
