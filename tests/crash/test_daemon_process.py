@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvdepot.core.calls import ReserveOutcome
 from kvdepot.server.daemon.app import EXIT_CONFIG
 
 from tests.rigs.child_processes import children
@@ -41,17 +42,24 @@ def _fill_and_adopt(daemon: DaemonProcess) -> None:
         for number in range(2 * CAPACITY_BYTES // (64 * OBJECT_BYTES)):
             keys = keys_of(f"prompt{number}", 64)
             lease_id, outcomes, _ = engine.reserve(keys)
-            stored += len(outcomes)
+            stored += outcomes.count(ReserveOutcome.GRANTED)
             engine.commit(lease_id, len(keys))
             assert used_bytes(daemon) <= CAPACITY_BYTES
         assert stored * OBJECT_BYTES > CAPACITY_BYTES
         assert engine.status().tiers[0].used_bytes > CAPACITY_BYTES // 3
         daemon.kill()
+    before = len(daemon.log)
     daemon.start(ready=False)
-    for _ in range(20):
+    samples: list[int] = []
+
+    def over() -> bool:
+        """Of the start and a while longer."""
         wait_until(lambda: children(daemon.pid), "the worker")
-        assert used_bytes(daemon) <= CAPACITY_BYTES
-    daemon.wait_for_log("metrics on http://", len(daemon.log) // 2)
+        samples.append(used_bytes(daemon))
+        assert samples[-1] <= CAPACITY_BYTES
+        return len(samples) >= 20 and "metrics on http://" in daemon.log[before:]
+
+    wait_until(over, lambda: daemon.log[before:])
     assert len(list(daemon.arena_directory.glob("*.arena"))) == 1
 
 
