@@ -63,8 +63,9 @@ def test_an_object_that_one_peer_does_not_serve_is_read_from_the_other_one(
         group = live.peer_tier._workers
         assert isinstance(group, PeerGroup)
         name, file = NAMES[0], object_file(NAMES[0])
-        await live.until(lambda: len(group._owners[file]) == 2, "both have said that they have it")
-        group._owners[file] = tuple(sorted(group._owners[file], key=lambda one: one.place[1] != liar.port))
+        await live.until(lambda: len(group.owners_of(file)) == 2, "both have said that they have it")
+        first = sorted(group.owners_of(file), key=lambda one: one.place[1] != liar.port)
+        group._owners._numbers[file] = tuple(one.number for one in first)
         assert await live.read(handles[name], name) == (IoOutcome.OK, payload_of(name))
         assert liar.lied, "it was asked first"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Final, Protocol
 
 from kvdepot.core.report import PeerStatus
@@ -21,6 +21,7 @@ from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, ReadF
 from kvdepot.server.platform.addresses import url_address
 from kvdepot.server.platform.guard import Guard, Once
 from kvdepot.server.storage.base import IoOutcome, Loan
+from kvdepot.server.tiers.peer.owners import Owners
 from kvdepot.server.tiers.peer.path_names import PathNames
 from kvdepot.server.tiers.peer.places import Place
 from kvdepot.server.tiers.peer.source import SourceWorkers
@@ -36,8 +37,6 @@ LATE_SECONDS: Final = 0.05
 """A lookup waits for others so many times as long as the first answer took, and at least so long."""
 GUEST_SECONDS: Final = 1.0
 """A lookup waits so long for a guest, whose workers may have to start first."""
-OWNERS_MAX: Final = 65_536
-"""Objects of which it is known who has them, the latest ones. For others each peer is asked in turn."""
 _NOBODY: Final = "no peer was found"
 _NO_CHOICE: Final[Mapping[Place, str]] = {}
 
@@ -58,8 +57,9 @@ class Elsewhere(Protocol):
 class Member:
     """A peer of the group. `itself`: it is this daemon, which a list of all nodes names too."""
 
-    def __init__(self, place: Place, workers: SourceWorkers) -> None:
+    def __init__(self, place: Place, workers: SourceWorkers, number: int) -> None:
         self.place = place
+        self.number = number
         self.workers = workers
         self.figures = workers.figures
         self.itself = False
@@ -95,7 +95,8 @@ class PeerGroup:
         self._loop = loop
         self._log = log
         self._members: dict[Place, Member] = {}
-        self._owners: OrderedDict[str, tuple[Member, ...]] = OrderedDict()
+        self._owners = Owners[Member]()
+        self._numbers = count()
         self._leaving: dict[SourceWorkers, asyncio.Task[None]] = {}  # until they are proven dead
         self._spare: SourceWorkers | None = None  # have started, for the peer that joins next
         self._token: str | None = None  # workers are made, and admitted with it
@@ -144,7 +145,7 @@ class PeerGroup:
         workers = {member.workers for member in self._members.values()} | set(self._leaving)
         if self._spare is not None:
             workers.add(self._spare)
-        self._members, self._spare = {}, None
+        self._members, self._owners, self._spare = {}, Owners(), None
         return sum(await asyncio.gather(*(one.close(seconds) for one in workers)))
 
     def reads_from(self, source_id: int) -> bool:
@@ -172,10 +173,13 @@ class PeerGroup:
         if self._closed or wanted == set(self._members):
             return False
         for place in set(self._members) - wanted:
-            self._leave(self._members.pop(place).workers)
+            member = self._members.pop(place)
+            self._owners.leave(member)
+            self._leave(member.workers)
         new = wanted - set(self._members)
         for place in sorted(new):
-            member = self._members[place] = Member(place, self._workers_of(place))
+            member = self._members[place] = Member(place, self._workers_of(place), next(self._numbers))
+            self._owners.join(member)
             member.chosen = why.get(place, "")
         shown = (f"{one} ({one.chosen})" if one.chosen else str(one) for one in self._members.values())
         self._log.info("tier %s: peers: %s", self._name, ", ".join(shown) or "none")
@@ -285,14 +289,11 @@ class PeerGroup:
 
     def owned(self, file: str, member: Member) -> None:
         """Note that a peer has the object of a file."""
-        owners = self._owners.pop(file, ())
-        self._owners[file] = owners if member in owners else (*owners, member)
-        if len(self._owners) > OWNERS_MAX:
-            self._owners.popitem(last=False)
+        self._owners.add(file, member)
 
     def owners_of(self, file: str) -> tuple[Member, ...]:
         """Return which peers are known to have the object of a file, of those that can be asked."""
-        return tuple(one for one in self._owners.get(file, ()) if one.usable and self._members.get(one.place) is one)
+        return tuple(one for one in self._owners.of(file) or () if one.usable)
 
     # Reads
 
@@ -304,8 +305,10 @@ class PeerGroup:
 
         GONE if none can be asked. So nobody waits for an object of a peer that has left, or is disabled.
         """
-        owners = self._owners.get(job.file, self._members.values())  # nobody knows any more: each is asked
-        members = [one for one in owners if one.usable and self._members.get(one.place) is one and one not in tried]
+        owners = self._owners.of(job.file)
+        if owners is None:  # nobody knows any more: each is asked
+            owners = tuple(self._members.values())
+        members = [one for one in owners if one.usable and one not in tried]
         if not members:
             answer = answer or Answer(IoOutcome.GONE, "no peer that had it can be asked now")
             self._loop.call_soon(done, answer)
@@ -313,8 +316,8 @@ class PeerGroup:
         member = min(members, key=lambda one: (one.figures.fails, one.figures.reading))
 
         def answered(answer: Answer) -> None:
-            if answer.outcome in _ABSENT and job.file in self._owners:
-                self._owners[job.file] = tuple(one for one in self._owners[job.file] if one is not member)
+            if answer.outcome in _ABSENT:
+                self._owners.remove(job.file, member)
             if answer.outcome in _ANOTHER and not self._closed:
                 self._read(job, priority, done, loan, (*tried, member), answer)
             else:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Probe, ReadFile, StatFiles
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.conformance_harness import name_of
-from kvdepot.server.tiers.peer import group
+from kvdepot.server.tiers.peer import group, owners
 from kvdepot.server.tiers.peer.figures import FAILURES
 from kvdepot.server.tiers.peer.group import LATE_SECONDS
 
-from tests.fakes.peer_group import ARENA, FILES, GONE, LOAN, A, B, C, Peers, with_peers
+from tests.fakes.peer_group import ARENA, FILES, GONE, LOAN, A, B, C, Peers, Workers, with_peers
 from tests.rigs.patience import until
 
 
@@ -190,7 +192,7 @@ def test_reads_go_to_the_peer_with_the_fewest_in_flight() -> None:
 
 
 def test_of_an_object_of_which_nobody_knows_who_has_it_each_peer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "OWNERS_MAX", 2)
+    monkeypatch.setattr(owners, "OWNERS_MAX", 2)
 
     async def test(peers: Peers) -> None:
         peers.are_found(A, B)
@@ -242,6 +244,35 @@ def test_peers_come_and_go() -> None:
         assert not peers.of[A].jobs
 
     with_peers(test)
+
+
+@pytest.mark.requirement("I4")
+def test_peers_that_left_are_not_kept_for_what_they_had() -> None:
+    async def test(peers: Peers) -> None:
+        left: list[weakref.ref[Workers]] = []
+        for _ in range(50):
+            peers.group.use([B])
+            peers.group.use([A, B])
+            peers.are_found(A, B)
+            left.append(weakref.ref(peers.of[A]))
+        assert {one.place for one in peers.group.owners_of(FILES[0])} == {A, B}
+        assert len(peers.group._owners._numbers[FILES[0]]) == 2
+        await until(lambda: not peers.group._leaving, "the workers of before have ended")
+        gc.collect()
+        assert sum(one() is not None for one in left) == 1
+
+    with_peers(test, A, B)
+
+
+def test_a_late_answer_of_a_peer_that_left_makes_it_no_owner() -> None:
+    async def test(peers: Peers) -> None:
+        peers.look_up()
+        peers.of[B].has(10, 20, 30)
+        peers.group.use([B])
+        peers.of[A].has(10, 20, 30)
+        assert [one.place for one in peers.group.owners_of(FILES[0])] == [B]
+
+    with_peers(test, A, B)
 
 
 def test_without_anybody_to_ask_nothing_is_said_of_the_objects() -> None:
