@@ -10,6 +10,10 @@ from kvdepot.server.io.jobs import Answer, Job, Priority
 from kvdepot.server.storage.base import Loan
 
 
+class NotAsked(Answer):
+    """An answer of no worker, because none could be asked: it says nothing about the object."""
+
+
 class Workers(Protocol):
     """A pool of I/O workers (`kvdepot.server.io.pool.IoPool`)."""
 
@@ -26,7 +30,7 @@ class Workers(Protocol):
 
         The loan has ended when `done` is called; after TIMEOUT it ends later. A job whose worker died may be done again
         by another worker, under the loan, which begins again. What the first worker did then lies there, whatever the
-        answer is.
+        answer is. The answer is `NotAsked` where no worker can be asked for the file of this job.
         """
 
     def renew(self, guard: str) -> None:

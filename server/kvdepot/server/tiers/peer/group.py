@@ -25,6 +25,7 @@ from kvdepot.server.tiers.peer.owners import Owners
 from kvdepot.server.tiers.peer.path_names import PathNames
 from kvdepot.server.tiers.peer.places import Place
 from kvdepot.server.tiers.peer.source import SourceWorkers
+from kvdepot.server.tiers.workers import NotAsked
 
 _ABSENT: Final = frozenset({IoOutcome.GONE, IoOutcome.FOREIGN})
 _ANOTHER: Final = _ABSENT | {IoOutcome.IO_ERROR, IoOutcome.UNREADABLE, IoOutcome.CANCELLED}
@@ -303,14 +304,15 @@ class PeerGroup:
     ) -> None:  # fmt: skip
         """Ask a peer that has the object, and none that was `tried`. `answer`: of the last one of these.
 
-        GONE if none can be asked. So nobody waits for an object of a peer that has left, or is disabled.
+        GONE, as `NotAsked`, if none can be asked. So nobody waits for an object of a peer that has left, or is
+        disabled, and the next lookup asks the others for it.
         """
         owners = self._owners.of(job.file)
         if owners is None:  # nobody knows any more: each is asked
             owners = tuple(self._members.values())
         members = [one for one in owners if one.usable and one not in tried]
         if not members:
-            answer = answer or Answer(IoOutcome.GONE, "no peer that had it can be asked now")
+            answer = answer or NotAsked(IoOutcome.GONE, "no peer that had it can be asked now")
             self._loop.call_soon(done, answer)
             return
         member = min(members, key=lambda one: (one.figures.fails, one.figures.reading))

@@ -15,6 +15,7 @@ from kvdepot.server.tiers.failing import FailingObjects
 from kvdepot.server.tiers.shared.absent import name_key
 from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.wall_time import unix_seconds
+from kvdepot.server.tiers.workers import NotAsked
 
 _DEAD: Final = DAMAGED | {IoOutcome.GONE, IoOutcome.FOREIGN}
 """The handle cannot be used after it. A foreign file is there for those who ask as its writer did."""
@@ -131,7 +132,7 @@ class Reading:
             outcome = IoOutcome.BAD_PLACE
         if outcome in DAMAGED:
             self._damaged(name, outcome, answer.detail)
-        if outcome in DAMAGED or outcome is IoOutcome.GONE:
+        if outcome in DAMAGED or (outcome is IoOutcome.GONE and not isinstance(answer, NotAsked)):
             seconds = _OTHER_KEYS_SECONDS if outcome in OTHER_KEYS else 0.0
             self._directory.absent.add(name, seconds, damaged=outcome in DAMAGED)
         return outcome
