@@ -19,6 +19,7 @@ from tests.rigs.daemon_process import STOP_SECONDS, DaemonProcess
 from tests.rigs.patience import patient, wait_until
 from tests.rigs.process_memory import used_bytes
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
+from tests.rigs.stopping import stop
 
 CAPACITY_BYTES = 384 << 20
 
@@ -95,7 +96,7 @@ def test_an_orderly_stop_before_it_is_ready_exits_with_0() -> None:
 
 def test_an_orderly_stop_does_not_wait_for_a_stuck_worker(daemon: DaemonProcess) -> None:
     (worker,) = children(daemon.pid)
-    os.kill(worker, signal.SIGSTOP)
+    stop(worker)
     with RawEngine(daemon.socket) as engine:
         engine.store(keys_of("unsummed", 2))
         assert daemon.stop() == 0
@@ -113,7 +114,7 @@ def test_sighup_without_a_file_says_so_and_harms_nothing(daemon: DaemonProcess) 
 @pytest.mark.requirement("I6")
 def test_a_dead_checksum_worker_is_replaced_and_the_sums_go_on(daemon: DaemonProcess) -> None:
     (worker,) = children(daemon.pid)
-    os.kill(worker, signal.SIGSTOP)
+    stop(worker)
     keys = keys_of("two workers", 4)
     with RawEngine(daemon.socket) as engine:
         engine.store(keys)

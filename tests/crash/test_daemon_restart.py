@@ -18,6 +18,7 @@ from tests.rigs.daemon_process import ARENA_FILES, DaemonProcess
 from tests.rigs.engine_process import EngineProcess
 from tests.rigs.patience import WAIT_SECONDS, Deadline, patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
+from tests.rigs.stopping import stop
 
 SHORT_DEADLINE = '[policy]\nlease_deadline = "500ms"\n'
 
@@ -95,7 +96,7 @@ def test_after_a_sigkill_what_has_no_checksum_is_dropped(daemon: DaemonProcess) 
         engine.store(summed)
         _wait_summed(engine, 3)
         worker = _worker_pid(daemon)
-        os.kill(worker, signal.SIGSTOP)
+        stop(worker)
         engine.store(unsummed)
         assert engine.locate(unsummed) == 4 * CHUNK_TOKENS
         daemon.kill()

@@ -20,6 +20,7 @@ from demo.toys import HYBRID
 from tests.e2e.fleet import Fleet
 from tests.e2e.hybrid import CHUNK, GROUPS, boundary, check_loads, digests_by_place, store, wrong
 from tests.rigs.child_processes import children
+from tests.rigs.stopping import stop
 
 pytestmark = pytest.mark.long
 LOAD_TIMEOUT_SECONDS = 4.0
@@ -142,7 +143,7 @@ def test_a_stalled_disk_ends_a_load_by_its_deadline(fleet: Fleet, engine: Engine
     workers = io_workers(fleet.daemon.pid)
     assert workers
     for pid in workers:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     try:
         began = time.monotonic()
         stalled = fleet.ask(engine, ids)

@@ -22,6 +22,7 @@ from tests.e2e.asking import LOOKUP_TIMEOUT_SECONDS, ask_until, ask_until_loaded
 from tests.e2e.faulty_connector import MODULE, VARIABLE, Faults, FaultyConnector
 from tests.e2e.fleet import TRIES, Fleet, Loaded
 from tests.e2e.hybrid import digests_by_place, wrong
+from tests.rigs.stopping import stop
 
 CHUNKS = {"dense": 256, "hybrid": 384}
 LOAD_TIMEOUT_SECONDS = 6.0
@@ -223,7 +224,7 @@ def test_a_rank_stopped_in_a_load_keeps_its_extents_until_it_is_dead(fleet: Flee
     with faults.set(Direction.LOAD, 1, "hold"):
         begun = engine.begin([ids], 16)
         faults.wait_held(Direction.LOAD, 1)
-        os.kill(rank, signal.SIGSTOP)
+        stop(rank)
         read = digests(fleet.daemon.arena, arena_bytes.committed(fleet.daemon.arena) - before)
         assert len(read) == boundary("dense", ids) // CHUNKS["dense"]
         expired = "expired_leases.read"

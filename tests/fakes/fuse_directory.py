@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.rigs.patience import Deadline
+from tests.rigs.stopping import stop
 
 START_SECONDS = 30.0
 _THREADS = 128
@@ -101,9 +102,8 @@ class FuseDirectory:
         self._let_go.touch()
 
     def hang(self) -> None:
-        """Returns when every thread of the server has stopped: until then some would still answer."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        """Return when every thread of the server has stopped: until then some would still answer."""
+        stop(self.process.pid)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

@@ -16,6 +16,7 @@ from typing import Final, Protocol, Self
 from tests.rigs import forked_program
 from tests.rigs.arena_data import data_of
 from tests.rigs.patience import Deadline, patient
+from tests.rigs.stopping import stop
 
 ARENA_FILES: Final = ("arena", "arena.hold", "arena.hold.lock", "arena.lock")
 """What a daemon without a state file of its own has in `arena_directory`, without the part before the first dot."""
@@ -170,7 +171,7 @@ class DaemonProcess:
         return self._end(signal.SIGKILL)
 
     def suspend(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -7,8 +7,6 @@ boundary, `check` by whether its extents are as they were.
 
 from __future__ import annotations
 
-import os
-import signal
 import struct
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from kvdepot.core.calls import AcquireOutcome, LocateCall, ReserveOutcome
 from kvdepot.proto.methods import decode_reply
 
 from tests.rigs.raw_client import RawEngine, keys_of, payload_of
+from tests.rigs.stopping import stop
 
 _EXTENT = struct.Struct("<5Q")
 _ROOT = Path(__file__).parents[2]
@@ -56,7 +55,7 @@ class EngineProcess:
         return line
 
     def suspend(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        stop(self.process.pid)
 
     def kill(self) -> None:
         self.process.kill()

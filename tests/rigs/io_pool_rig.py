@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +19,7 @@ from kvdepot.server.io.worker_process import WorkerSettings
 
 from tests.rigs import patience
 from tests.rigs.io_rig import ARENA_BYTES, IoRig
+from tests.rigs.stopping import state
 
 
 class Registry:
@@ -146,14 +145,6 @@ async def pool_on(rig: IoRig, directory: Path | None = None, **options: Any) -> 
 until = partial(patience.until, seconds=15.0)
 
 
-def state(pid: int) -> str:
-    """One letter of proc(5): R, S, D, T, Z; empty when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 def is_gone(pid: int) -> bool:
     """Whether every thread has ended: the first one may be a zombie while another hangs in the kernel."""
     try:
@@ -161,8 +152,3 @@ def is_gone(pid: int) -> bool:
     except OSError:
         return True
     return all(state(int(thread.name)) in ("", "Z", "X") for thread in threads)
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    patience.wait_until(lambda: state(pid) == "T", "it stands still", 5)

@@ -20,6 +20,7 @@ from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
+from tests.rigs.stopping import stop
 
 PEER: Final = "URI:spiffe://fleet/kvdepot"
 RAM: Final = "512MiB"
@@ -144,7 +145,7 @@ def stopped(daemon: DaemonProcess) -> Iterator[None]:
     """Stop a daemon and its child processes for a while."""
     pids = [daemon.pid, *children(daemon.pid)]
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     try:
         yield
     finally:

@@ -17,6 +17,8 @@ from kvdepot.core.calls import STREAM_READY
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.stream_wire import OPENING, Opening
 
+from tests.rigs.stopping import stop
+
 _numbers = itertools.count()
 
 
@@ -47,7 +49,7 @@ class Proxy:
         )
 
     def suspend(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        stop(self.process.pid)
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

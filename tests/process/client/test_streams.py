@@ -30,6 +30,7 @@ from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import OBJECT_BYTES, EngineClient, prompt_keys
 from tests.rigs.patience import wait_until
+from tests.rigs.stopping import stop, stopped
 
 COUNT = 3
 _NUMBERS = itertools.count()
@@ -221,7 +222,7 @@ def test_a_proxy_killed_in_a_store_is_a_doubt_that_its_death_ends(
 ) -> None:
     lease, granted = client.reserve(prompt_keys("killed", COUNT))
     (proxy,) = proxies(daemon)
-    os.kill(proxy, signal.SIGSTOP)
+    stop(proxy)
     messages = StreamArena._messages
 
     def killed_in_it(arena: StreamArena, *of: Any) -> Iterator[Any]:
@@ -247,13 +248,12 @@ def test_a_proxy_that_hangs_in_a_store_is_ended_by_the_daemon_before_the_doubt_i
     monkeypatch.setattr(stream, "STORE_SECONDS_MAX", 0.3)
     lease, granted = client.reserve(prompt_keys("hangs", COUNT))
     (proxy,) = proxies(daemon)
-    daemon.suspend()  # nobody can end it now
-    os.kill(proxy, signal.SIGSTOP)
-    with pytest.raises(IndeterminateError) as doubt:
-        client.copy(granted, 0, Direction.STORE)
-    assert not doubt.value.over
-    daemon.resume()
-    wait_until(lambda: doubt.value.over)
+    with stopped(daemon.pid, proxy):  # nobody can end it now
+        with pytest.raises(IndeterminateError) as doubt:
+            client.copy(granted, 0, Direction.STORE)
+        assert not doubt.value.over
+        daemon.resume()
+        wait_until(lambda: doubt.value.over)
     client.session.abandon(lease)
     monkeypatch.undo()
     comes_back(client, "after a hang")
@@ -270,13 +270,13 @@ def test_a_proxy_that_hangs_costs_a_load_its_deadline_and_then_its_place(
     before = [layer.clone() for layer in client.layers]
     arena = arena_of(client)
     (proxy,) = proxies(daemon)
-    os.kill(proxy, signal.SIGSTOP)
     monkeypatch.setattr(stream.StreamArena.load, "__defaults__", (0.3,))
-    assert not client.copy(acquired, 32, Direction.LOAD)
-    while not arena.ended:  # where the machine was slow before the call, its deadline came before the stall was known
+    with stopped(proxy):
         assert not client.copy(acquired, 32, Direction.LOAD)
-    assert all((one == two).all() for one, two in zip(before, client.layers, strict=True)), "no block was touched"
-    wait_until(lambda: arena.proxy_dead)
+        while not arena.ended:  # on a slow machine the call's deadline came before the stall was known
+            assert not client.copy(acquired, 32, Direction.LOAD)
+        assert all((one == two).all() for one, two in zip(before, client.layers, strict=True)), "no block was touched"
+        wait_until(lambda: arena.proxy_dead)
     monkeypatch.undo()
     client.session.release([lease])
     client.wait_attached()
@@ -296,7 +296,7 @@ def test_a_stopped_proxy_keeps_its_extents_beyond_every_deadline() -> None:
         assert isinstance(granted, ReserveReply)
         assert client.copy(granted, 0, Direction.STORE)
         (proxy,) = proxies(daemon)
-        os.kill(proxy, signal.SIGSTOP)
+        stop(proxy)
         wait_until(lambda: any("expired" in name for name in client.status().counters), "the deadline")
         arena = filler.worker.arena
         assert isinstance(arena, ArenaMap)

@@ -19,6 +19,7 @@ from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import Deadline, patient, wait_until
 from tests.rigs.raw_client import RawEngine, dense_spec, status_of
+from tests.rigs.stopping import stop
 
 NEEDS_FUSE = pytest.mark.skipif("CI" not in os.environ and bool(why_no_fuse()), reason=why_no_fuse())
 ENDED_SECONDS = 60
@@ -152,7 +153,7 @@ def test_mounts_that_fail_and_hang_are_found_by_name(tmp_path: Path) -> None:
             f"{tiers('shared', late=tmp_path / 'late')}"
         )
         mount.fault(write=errno.EIO)
-        os.kill(hung.process.pid, signal.SIGSTOP)
+        stop(hung.process.pid)
         limit = Deadline(ENDED_SECONDS / 2)
         code, found, _ = doctor(
             "--config", str(config), before=("--endpoint", f"unix://{tmp_path}/d", "--timeout", "8")

@@ -24,6 +24,7 @@ from tests.rigs.ctl_process import kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, status_of
+from tests.rigs.stopping import stop
 
 OBJECT = 16 << 10
 MANY = CHUNKS_PER_PAGE_MAX + 50
@@ -312,7 +313,7 @@ def test_usage_is_checked_before_the_daemon_is_asked() -> None:
 
 def test_a_daemon_that_gets_no_cpu_for_a_while_is_waited_for(daemon: DaemonProcess) -> None:
     """As long as the call may take; gRPC gives up a connection by itself after its shortest backoff."""
-    os.kill(daemon.pid, signal.SIGSTOP)
+    stop(daemon.pid)
     going_on = threading.Timer(1.0, os.kill, (daemon.pid, signal.SIGCONT))
     going_on.start()
     try:

@@ -17,6 +17,7 @@ from kvdepot.server.arena.holding import Connection
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, EXTENT, RawEngine, keys_of, payload_of, status_of
+from tests.rigs.stopping import stop
 
 KEYS = keys_of("held", 8)
 
@@ -162,7 +163,7 @@ def test_a_holder_that_dies_is_replaced(new_daemon: DaemonProcess) -> None:
 def test_a_holder_that_hangs_stops_neither_the_daemon_nor_its_start(new_daemon: DaemonProcess) -> None:
     _store(new_daemon)
     holder = _holder(new_daemon.arena)
-    os.kill(holder, signal.SIGSTOP)
+    stop(holder)
     try:
         assert _loads(new_daemon)
         new_daemon.kill()

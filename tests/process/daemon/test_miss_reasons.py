@@ -35,10 +35,10 @@ from tests.rigs import waiting_sums
 from tests.rigs.child_processes import children
 from tests.rigs.ctl_process import answered
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.io_pool_rig import state
 from tests.rigs.known_objects import hybrid
 from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, status_of
+from tests.rigs.stopping import state
 
 OBJECT_BYTES: Final = 16 << 10
 TIGHT_TENANT, TIGHT_OBJECTS = "tight", 2

@@ -17,6 +17,7 @@ from kvdepot.server.storage.base import ObjectName
 
 from tests.rigs.live_peer_source import FILL, KEYS, OBJECT_BYTES, Live, live, run
 from tests.rigs.patience import patient, until
+from tests.rigs.stopping import stop
 
 
 @pytest.mark.requirement("B5")
@@ -82,7 +83,7 @@ def test_a_server_that_does_not_confirm_is_killed_and_what_it_has_is_free_when_i
             assert isinstance(await asyncio.to_thread(peer.ask, Pull(one.name(0))), Leased)
             assert one.source.pid is not None
             first = one.source.pid
-            os.kill(first, signal.SIGSTOP)
+            stop(first)
             killed_with: list[int] = []
             ended = one.leases.end_all
 

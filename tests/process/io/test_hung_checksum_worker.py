@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from kvdepot.server.daemon.checksums import ChecksumService
 
 from tests.rigs.engine_rig import Rig, audit, path
 from tests.rigs.patience import WAIT_SECONDS, until
+from tests.rigs.stopping import stop
 
 OBJECTS = 5
 
@@ -40,7 +40,7 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
         service.start()
         stopped = service.pid
         assert stopped is not None
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
         rig.attach().store(path("p", OBJECTS))
         service.wake()
         assert lent() == OBJECTS * 8192

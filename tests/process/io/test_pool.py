@@ -28,9 +28,10 @@ from kvdepot.server.io.pool import processes_max
 from kvdepot.server.io.worker_process import WorkerProcess
 from kvdepot.server.storage.base import IoOutcome
 
-from tests.rigs.io_pool_rig import Lent, is_gone, pool_on, state, stop, until
+from tests.rigs.io_pool_rig import Lent, is_gone, pool_on, until
 from tests.rigs.io_rig import MIB, IoRig, pattern, verify_only
 from tests.rigs.patience import Deadline
+from tests.rigs.stopping import state, stop
 
 
 @pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.name)

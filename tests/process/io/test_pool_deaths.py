@@ -16,9 +16,10 @@ from kvdepot.server.io.jobs import ANSWERS, Append
 from kvdepot.server.platform import backoff
 from kvdepot.server.storage.base import IoOutcome
 
-from tests.rigs.io_pool_rig import Lent, pool_on, stop, until
+from tests.rigs.io_pool_rig import Lent, pool_on, until
 from tests.rigs.io_rig import MIB, IoRig, verify_only
 from tests.rigs.patience import Deadline, patient
+from tests.rigs.stopping import stop
 
 # Workers that die.
 

@@ -27,8 +27,9 @@ from kvdepot.server.io.jobs import (
 from kvdepot.server.storage.base import IoOutcome, UnknownWorker
 
 from tests.fakes.raising import Faults, Point, points
-from tests.rigs.io_pool_rig import Lent, PoolRig, pool_on, stop, until
+from tests.rigs.io_pool_rig import Lent, PoolRig, pool_on, until
 from tests.rigs.io_rig import MIB, IoRig
+from tests.rigs.stopping import stop
 
 
 async def works(under: PoolRig, rig: IoRig) -> None:

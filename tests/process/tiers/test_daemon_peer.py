@@ -23,6 +23,7 @@ from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.peer_fleet import PEER, Fleet, filled, located, payloads, port_of, served_again, stored, tier_of
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
+from tests.rigs.stopping import stop
 
 SERVER = b"kvdepot.server.io.peer_server"
 WORKER = b"kvdepot.server.io.worker"
@@ -130,7 +131,7 @@ def test_what_has_no_checksum_yet_is_not_remembered_as_absent(fleet: Fleet) -> N
     source = fleet.source()
     wait_until(lambda: children(source.pid, SUMS), "it computes checksums")
     (sums,) = children(source.pid, SUMS)
-    os.kill(sums, signal.SIGSTOP)
+    stop(sums)
     with RawEngine(source.socket) as engine:
         engine.store(keys)
     reader = fleet.reader(port_of(source), deadline="2s", more='[policy]\nnegative_ttl = "1h"\n')
@@ -234,7 +235,7 @@ def test_no_byte_arrives_in_extents_that_were_given_back(fleet: Fleet, fault: st
                 assert lease() == payloads(keys), "another worker has done the jobs again"
                 return
             if fault == "stopped":
-                os.kill(server, signal.SIGSTOP)
+                stop(server)
             assert engine.load(keys) is None
             wait_until(lambda: status_of(reader.socket).tiers[0].lent_bytes == 0, "the extents were given back")
             prompts = filled(engine, reader, "own")

@@ -16,6 +16,7 @@ from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import patient, wait_until
 from tests.rigs.peer_fleet import Fleet, located, payloads, port_of, served_again, stored, tier_of
 from tests.rigs.raw_client import RawEngine, dense_spec, keys_of, payload_of, status_of
+from tests.rigs.stopping import stop
 
 OF_BYTES = {"first bit", "bit in the middle", "last bit", "sum", "exchanged"}
 OF_LENGTH = {"longer", "shorter"}
@@ -139,7 +140,7 @@ def test_a_stopped_source_costs_its_request_alone_and_ends_its_leases_when_it_co
                 wait_until(lambda: proxy.held, "a transfer is under way")
             try:
                 for pid in processes:
-                    os.kill(pid, signal.SIGSTOP)
+                    stop(pid)
                 proxy.clear()
                 if stopped != "all within a transfer":
                     loading = pool.submit(engine.load, keys)

@@ -24,6 +24,7 @@ from tests.rigs.peer_fleet import (
     tier_of,
 )
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
+from tests.rigs.stopping import stop
 
 LENDER = b"kvdepot.server.io.nixl_lender"
 WORKER = b"kvdepot.server.io.worker"
@@ -137,7 +138,7 @@ def test_a_stopped_lender_costs_its_request_alone_and_nothing_arrives_late(fleet
         with RawEngine(reader.socket, spec=spec) as engine, RawEngine(reader.socket, "other") as other:
             other.store(own)
             located(engine, keys)
-            os.kill(lender, signal.SIGSTOP)
+            stop(lender)
             try:
                 assert engine.load(keys) is None
                 assert counter(reader, "io_workers.peer-0/overdue") >= 1
@@ -193,7 +194,7 @@ def test_a_lender_that_dies_within_a_read_ends_the_worker_and_the_object_is_load
             none_lent(source)
             located(engine, keys)
             (lender,) = children(source.pid, LENDER)
-            os.kill(lender, signal.SIGSTOP)  # the reads begin, and cannot be done before it dies
+            stop(lender)  # the reads begin, and cannot be done before it dies
             try:
                 load = pool.submit(engine.load, keys)
                 wait_until(lambda: status_of(source.socket).tiers[0].lent_bytes == 2 * LARGE, "reads are under way")

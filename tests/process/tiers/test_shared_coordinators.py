@@ -19,6 +19,7 @@ from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.fakes.shared_directory import MIB, NAMESPACE, key_of, lease_of, put
 from tests.rigs import logged_coordinator
 from tests.rigs.patience import Deadline, until
+from tests.rigs.stopping import stop
 
 HEARTBEAT_SECONDS = 0.4
 
@@ -120,7 +121,7 @@ def test_a_janitor_that_was_stopped_deletes_nothing_on_its_old_term(
         daemons = [Daemon(root, 8 * MIB), Daemon(root, 8 * MIB)]
         janitor, other = await found_janitor(daemons)
         await until(lambda: len(lines()) > 5, "it deletes")
-        os.kill(janitor.coordinator.pid, signal.SIGSTOP)
+        stop(janitor.coordinator.pid)
         fill("second")
         await until(lambda: other.is_janitor, "the other takes over")
         begun = len(lines())
@@ -142,7 +143,7 @@ def test_a_coordinator_that_says_nothing_is_told_of_kept_and_heard_again(tmp_pat
         daemon = Daemon(tmp_path / "shared")
         await until(lambda: daemon.report and daemon.report.limit_bytes, "it may write")
         pid, limit = daemon.coordinator.pid, daemon.report.limit_bytes  # type: ignore[union-attr]
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         heard = len(daemon.messages)
         await until(lambda: isinstance(daemon.messages[-1], Failed), "its silence is told")
         assert sum(isinstance(message, Failed) for message in daemon.messages[heard:]) == 1
