@@ -129,10 +129,15 @@ def _workers_hang(_: DaemonStatus, growth: Growth) -> Texts:
         yield f"{tier}: {_some(workers, 'I/O worker')} hung in the last 15 min", ""
 
 
-def _damaged_objects(_: DaemonStatus, growth: Growth) -> Texts:
+def _damaged_objects(status: DaemonStatus, growth: Growth) -> Texts:
     damaged = growth("tier_damaged_objects", HOUR)
+    peers = {tier.name for tier in status.tiers if tier.kind == "peer"}
     for tier, objects in _of_tiers(damaged, lambda reason: reason not in _NO_DAMAGE).items():
-        yield f"{tier}: {_some(objects, 'damaged object')} in the last hour", ""
+        some = _some(objects, "damaged object")
+        if tier in peers:
+            yield f"{tier}: {some} came from its peers in the last hour", "kvdepotctl peers names the peer: see its log"
+        else:
+            yield f"{tier}: {some} in the last hour", ""
 
 
 def _forged_objects(_: DaemonStatus, growth: Growth) -> Texts:

@@ -157,6 +157,12 @@ def test_errors_come_first_and_decide() -> None:
     assert [problem.error for problem in found.problems] == [True, True, True, False, False]
 
 
+def test_damage_that_came_from_a_peer_is_looked_for_at_the_peer() -> None:
+    (problem,) = judged(WELL, {("tier_damaged_objects", HOUR): {"fleet/corrupt": 2.0}}).problems
+    assert problem.message == "fleet: 2 damaged objects came from its peers in the last hour"
+    assert "kvdepotctl peers" in problem.fix
+
+
 def test_a_server_of_peers_that_fails_is_a_problem_and_one_that_starts_is_none() -> None:
     grown = {("peer_servers", MINUTES_15): {"started": 3.0, "crashed": 1.0, "killed": 1.0}}
     (problem,) = judged(WELL, grown).problems

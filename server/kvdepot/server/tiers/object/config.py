@@ -16,6 +16,7 @@ class ObjectConfig(SharedConfig):
     """
 
     touches: bool = False
+    gives_up: bool = False  # a network fails, and says nothing of an object
     kind: str = "object"
     bucket: BucketSettings = field(default_factory=lambda: BucketSettings(""))
     request_budget: int | None = None  # a day (UTC), of this daemon; None: none

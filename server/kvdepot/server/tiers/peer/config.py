@@ -19,6 +19,7 @@ class PeerConfig(SharedConfig):
     """`path` is the URL, for people: no file is below it. `capacity_bytes` bounds what this node knows of."""
 
     touches: bool = False
+    gives_up: bool = False  # a network fails, and says nothing of an object
     kind: str = "peer"
     peer: PeerSettings = field(default_factory=lambda: PeerSettings("", 0, "", "", "", (), 10.0))
     places: DnsName | PlacesFile | None = None  # of several peers: `peer` has neither host nor port

@@ -26,6 +26,7 @@ class SharedConfig(LowerTierConfig):
     high_watermark: float = 0.95
     low_watermark: float = 0.90
     touches: bool = True  # whether the files have a time that a use sets
+    gives_up: bool = True  # whether a file that fails again and again, while others are read, counts as damaged
     kind: str = "shared"
 
     @property

@@ -128,7 +128,7 @@ class Reading:
         if outcome is IoOutcome.OK:
             self._failing.read()
             self._failing.forget(name_key(name))
-        elif outcome is IoOutcome.IO_ERROR and self._failing.failed(name_key(name)):
+        elif outcome is IoOutcome.IO_ERROR and self._directory.config.gives_up and self._failing.failed(name_key(name)):
             outcome = IoOutcome.BAD_PLACE
         if outcome in DAMAGED:
             self._damaged(name, outcome, answer.detail)

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from kvdepot.server.storage import shared_layout as layout
 from kvdepot.server.storage.base import IoOutcome, SharedTier, Stored, Written
 from kvdepot.server.tiers.conformance_harness import RecordingLoan, name_of, path_of, payload_of
 from kvdepot.server.tiers.health import State
+from kvdepot.server.tiers.object.config import ObjectConfig
+from kvdepot.server.tiers.peer.config import PeerConfig
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.links import Ended, Failed
 from kvdepot.server.tiers.shared.quota_grant import OBJECT_SHARE, file_cost_bytes
@@ -210,6 +212,26 @@ def test_an_object_that_fails_while_others_can_be_read_is_given_up(rig: SharedRi
         outcomes.append(rig.read(bad, NAME)[0])
         assert rig.read(good, name_of(2))[0] is IoOutcome.OK
     assert outcomes == [IoOutcome.IO_ERROR, IoOutcome.IO_ERROR, IoOutcome.BAD_PLACE]
+
+
+@pytest.mark.requirement("P6")
+@pytest.mark.parametrize("kind", [PeerConfig, ObjectConfig])
+def test_an_object_that_a_network_does_not_deliver_is_not_damaged(rig: SharedRig, kind: type[SharedConfig]) -> None:
+    """A throttled key or a connection that is reset says nothing of the bytes."""
+    (gives_up,) = [one.default for one in fields(kind) if one.name == "gives_up"]
+    rig.stored(name_of(2))
+    rig.stored(NAME)
+    reader = rig.another(gives_up=gives_up)
+    (good,), (bad,) = reader.look_up(name_of(2)).values(), reader.look_up(NAME).values()
+    file = layout.object_file(NAME)
+    reader.workers.fault = lambda job: (
+        Answer(IoOutcome.IO_ERROR) if isinstance(job, ReadFile) and job.file == file else None
+    )
+    for _ in range(6):
+        assert reader.read(bad, NAME)[0] is IoOutcome.IO_ERROR
+        assert reader.read(good, name_of(2))[0] is IoOutcome.OK
+    reader.workers.fault = lambda _: None
+    assert reader.read(bad, NAME)[0] is IoOutcome.OK, "its handle is still good"
 
 
 def test_a_handle_that_is_another_object_s_by_the_time_of_an_answer_is_left_alone(rig: SharedRig) -> None:
