@@ -12,6 +12,8 @@ from kvdepot.server.io.lifeline import exit_code
 PLACES = 3
 ASKING = "ASKING_SECONDS"
 """For how long a question may take, as an environment variable. Else longer than any busy machine needs."""
+ANSWERING = "ANSWER_SECONDS"
+"""For how long an answer of the daemon is waited for, as an environment variable. Else longer than any test takes."""
 IDLE = "IDLE_SECONDS"
 """After how long a connection makes room, as an environment variable. Else longer than any test takes."""
 THREADLESS = "THREADLESS_CONNECTIONS"
@@ -21,6 +23,7 @@ THREADLESS = "THREADLESS_CONNECTIONS"
 def _main(arguments: list[str]) -> int:
     seconds = float(os.environ.get(ASKING, "600"))
     peer_server.FIRST_SECONDS = peer_server.QUESTION_SECONDS = seconds  # type: ignore[misc]
+    peer_server.ANSWER_SECONDS = float(os.environ.get(ANSWERING, "600"))  # type: ignore[misc]
     peer_server.LOOK_SECONDS = 0.1  # type: ignore[misc]
     peer_connections.CONNECTIONS_PER_HOST_MAX = PLACES  # type: ignore[misc]
     peer_connections.IDLE_SECONDS_MIN = float(os.environ.get(IDLE, "600"))  # type: ignore[misc]

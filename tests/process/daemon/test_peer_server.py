@@ -112,6 +112,26 @@ def test_who_asks_nothing_is_disconnected_long_before_who_has_asked(
     run(test)
 
 
+def test_a_question_without_an_answer_of_the_daemon_ends_its_connection_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(hasty_peer_server.ANSWERING, "0.2")
+
+    async def test() -> None:
+        async with live(tmp_path) as one:
+            monkeypatch.setattr(one.source._questions, "call", lambda _: None)
+
+            def unheard() -> None:
+                with connected(one) as connection:
+                    connection.sendall(NOTHING)
+                    assert ended(connection)
+
+            await asyncio.to_thread(unheard)
+            await one.counted("peer_refused_connections.no_answer")
+
+    run(test)
+
+
 @pytest.mark.requirement("N3")
 def test_a_question_that_comes_byte_by_byte_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,11 +7,13 @@ import os
 import signal
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from kvdepot.core.calls import ROOT_KEY
-from kvdepot.core.errors import ConfigError
+from kvdepot.core.errors import ConfigError, NoRoom
 from kvdepot.server.daemon import peer_source
+from kvdepot.server.depot.sessions.workers import Workers
 from kvdepot.server.io.peer_wire import Leased, Locate, Pull, Refusal, Refused
 from kvdepot.server.storage.base import ObjectName
 
@@ -101,6 +103,51 @@ def test_a_server_that_does_not_confirm_is_killed_and_what_it_has_is_free_when_i
             assert isinstance(await asyncio.to_thread(again.ask, Pull(one.name(0))), Leased)
             again.close()
             peer.close()
+
+    run(test)
+
+
+def test_a_server_that_is_killed_counts_once_and_each_of_its_leases_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_source, "CONFIRM_SECONDS", 0.2)
+
+    async def test() -> None:
+        async with live(tmp_path, 5.0) as one:
+            one.leases.bytes_max = 2 * OBJECT_BYTES
+            peers = one.peer(), one.peer()
+            for at, peer in enumerate(peers):
+                assert isinstance(await asyncio.to_thread(peer.ask, Pull(one.name(at))), Leased)
+            first = one.source.pid
+            assert first is not None
+            os.kill(first, signal.SIGSTOP)
+            await one.counted("peer_pulls.cut", 2)
+            assert one.counters.get("peer_servers.killed") == 1
+            assert one.counters.get("peer_servers.crashed") == 0
+            (reader,) = one.source.readers()
+            assert reader.refused_objects == {"cut": 2}, "both counters say the same"
+            for peer in peers:
+                peer.close()
+
+    run(test)
+
+
+def test_a_server_that_cannot_be_written_down_counts_as_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Workers, "started", Mock(side_effect=NoRoom("the table is full")))
+            async with live(tmp_path) as one:
+                await until(lambda: one.counters.get("peer_servers.killed"), "it is killed")
+                assert one.counters.get("peer_servers.crashed") == 0
+
+    run(test)
+
+
+def test_the_end_of_the_daemon_is_no_kill(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with live(tmp_path) as one:
+            await one.pulled(one.peer())
+        assert one.counters.get("peer_servers.killed") == 0
 
     run(test)
 

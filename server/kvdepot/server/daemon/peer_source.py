@@ -28,6 +28,7 @@ from kvdepot.server.io.jobs import ABSENT, UNKNOWN
 from kvdepot.server.io.peer_wire import (
     FROM_DAEMON,
     TO_DAEMON,
+    UNCONNECTED,
     AskLocate,
     AskPull,
     AskSummary,
@@ -38,6 +39,7 @@ from kvdepot.server.io.peer_wire import (
     Located,
     Refusal,
     Refused,
+    Sent,
     SummaryWords,
     Unconnected,
 )
@@ -201,11 +203,12 @@ class PeerSource:
     def _kill(self) -> None:
         if self._child is not None and not self._killed:
             self._killed = True
+            if not self._closed:
+                self._count("peer_servers.killed", 1)
             self._child.kill()
 
     def _overdue(self, lease: int) -> None:
         self._log.warning("peers: their server %s did not end lease %d in time; it is killed", self.pid, lease)
-        self._count("peer_servers.killed", 1)
         self._kill()
 
     def _end_timers(self) -> None:
@@ -235,6 +238,7 @@ class PeerSource:
         self._end_timers()
         self._borrowed.clear()
         self._serve_borrowers()
+        self._count(f"peer_pulls.{Sent.CUT}", len(self._leases))
         self._guard.call("peers", self._leases.end_all)
         self._readers.ended_all()
         if self._worker >= 0:
@@ -257,7 +261,8 @@ class PeerSource:
             case Ended():
                 self._end(message)
             case Unconnected(reason, times):
-                self._count(f"peer_refused_connections.{reason if reason == 'limit' else 'handshake'}", times)
+                known = reason if reason in UNCONNECTED else "handshake"
+                self._count(f"peer_refused_connections.{known}", times)
 
     def _answer(self, number: int, answer: _Down) -> None:
         if self._child is not None:

@@ -266,7 +266,10 @@ class Server:
                 return
             found = names_of(ssl.DER_cert_to_PEM_cert(certificate).encode())
             names = tuple(name for name in found if len(name) <= NAME_CHARACTERS_MAX)[:NAMES_MAX]
-            reader = _Reader(connection, names, self._daemon, self._arena, asks=lambda: self._connections.works(one))
+            reader = _Reader(
+                connection, names, self._daemon, self._arena, asks=lambda: self._connections.works(one),
+                unanswered=lambda: self._refuse("no_answer"),
+            )  # fmt: skip
             try:
                 self._answer_all(reader, connection, one)
             finally:
@@ -321,10 +324,11 @@ class _Reader:
 
     def __init__(
         self, connection: ssl.SSLSocket, names: tuple[str, ...], daemon: Daemon, arena: memoryview, *,
-        asks: Callable[[], None],
+        asks: Callable[[], None], unanswered: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Take the connection. `asks` is called when a question has come."""
+        """Take the connection. `asks` is called when a question has come, `unanswered` if the daemon is silent."""
         self._asks = asks
+        self._unanswered = unanswered
         self._connection = connection
         self._names = names
         self._daemon = daemon
@@ -345,6 +349,7 @@ class _Reader:
             return False  # nothing is lent to it
         answer = self._daemon.ask(self._asked(question))
         if answer is None:
+            self._unanswered()
             return False
         if isinstance(answer, Granted):
             until = time.monotonic() + answer.seconds

@@ -59,6 +59,10 @@ class Lane(StrEnum):
     NIXL = "nixl"
 
 
+UNCONNECTED: Final = ("handshake", "limit", "no_answer")
+"""Why. The values are labels of counters. `no_answer`: the daemon did not answer a question in time."""
+
+
 class Sent(StrEnum):
     """How a lease ended. The values are labels of counters."""
 
@@ -244,7 +248,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Unconnected:
-    """Connections that were refused since the last message, of one reason: `handshake` or `limit`."""
+    """Connections that were refused or ended since the last message, for one reason of `UNCONNECTED`."""
 
     reason: Annotated[str, Count(32)]
     times: int

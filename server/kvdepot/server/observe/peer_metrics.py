@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from kvdepot.core.report import PeerStatus, ReaderStatus
-from kvdepot.server.io.peer_wire import Lane, Refusal, Sent
+from kvdepot.server.io.peer_wire import UNCONNECTED, Lane, Refusal, Sent
 from kvdepot.server.io.scout_wire import Asked
 from kvdepot.server.observe.metric_family import PEER, Family, counter, tier_counter
 from kvdepot.server.storage.base import IoOutcome
@@ -81,13 +81,13 @@ PEERS: Final = (
     ),
     counter(
         "peer_refused_connections",
-        "Refusals of peers, by reason.",
+        "Refusals of peers, by reason. no_answer: the daemon did not answer a question within 10 s.",
         "reason",
-        ("handshake", "limit", "not_allowed"),
+        (*UNCONNECTED, "not_allowed"),
     ),
     counter(
         "peer_servers",
-        "Processes that send to peers, by what happened to them.",
+        "Processes that send to peers, by what happened to them. killed: by the daemon, while it serves.",
         "event",
         ("started", "crashed", "killed"),
     ),
