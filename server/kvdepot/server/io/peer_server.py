@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import queue
 import signal
@@ -291,15 +292,15 @@ class _Questions:
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection
         self._stream = Exact(self._receive)
-        self._until = 0.0
+        self._until = self._ends_at = 0.0
         self._begun = False
 
-    def next(self, seconds: float) -> Question | None:
+    def next(self, seconds: float, ends_at: float = math.inf) -> Question | None:
         """Wait for so long until the next question begins, and return it. None: there is none.
 
-        Raise OSError or FrameError.
+        At `ends_at` it has to be here as a whole. Raise OSError or FrameError.
         """
-        self._until, self._begun = time.monotonic() + seconds, False
+        self._until, self._ends_at, self._begun = time.monotonic() + seconds, ends_at, False
         frame = FROM_READER.read(self._stream)
         return None if frame is None else frame[1]
 
@@ -307,7 +308,7 @@ class _Questions:
         self._connection.settimeout(_left(self._until))
         count = self._connection.recv_into(buffer)
         if count and not self._begun:
-            self._until, self._begun = time.monotonic() + QUESTION_SECONDS, True
+            self._until, self._begun = min(time.monotonic() + QUESTION_SECONDS, self._ends_at), True
         return count
 
 
@@ -376,7 +377,7 @@ class _Reader:
         sent = Sent.CUT
         try:
             self._tell(Lent(lease.raw_sum, lease.generation, lease.lender, lease.extents), until)
-            question = self._questions.next(_left(until))
+            question = self._questions.next(_left(until), until)  # else one byte would keep a lease beyond its end
             if isinstance(question, Return):
                 _left(until)
                 sent = Sent.WHOLE
