@@ -188,9 +188,11 @@ def test_nobody_waits_for_what_no_engine_is_storing(
     [
         ({}, None),
         ({"do_remote_prefill": True, 7: "seven"}, None),
-        ({"kvdepot:0000000000000001": {"namespace": "0" * 32, "boundary_tokens": 64}}, TransferOutcome.OTHER_DAEMON),
+        ({"kvdepot:0000000000000001": {"namespace": "0" * 32, "boundary_tokens": 64}}, TransferOutcome.OTHER_NAMESPACE),
+        ({"kvdepot:0000000000000001": {"namespace": "0" * 32}}, TransferOutcome.MALFORMED),
+        ({"kvdepot:1": {"namespace": "0" * 32, "boundary_tokens": 64}}, TransferOutcome.MALFORMED),
         ({KEY: {"namespace": "0" * 32, "boundary_tokens": 64}}, TransferOutcome.OTHER_NAMESPACE),
-        ({KEY: None}, TransferOutcome.OTHER_DAEMON),
+        ({KEY: None}, TransferOutcome.MALFORMED),
         ({KEY: 64}, TransferOutcome.MALFORMED),
         ({KEY: {"namespace": "0" * 31 + "\n", "boundary_tokens": 64}}, TransferOutcome.MALFORMED),
         ({KEY: {"namespace": 0, "boundary_tokens": 64}}, TransferOutcome.MALFORMED),
@@ -284,6 +286,22 @@ def test_a_daemon_that_is_no_peer_is_named_and_not_waited_for(make: Make, monkey
     engine.run()
     assert engine.outputs[request] == cold(tokens)
     assert (asked, counted(engine)) == ([OTHER], {TransferOutcome.OTHER_DAEMON: 1})
+
+
+@pytest.mark.requirement("B3")
+def test_a_peer_whose_engine_has_another_namespace_is_logged_once_with_what_to_compare(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two engines that differ in dtype, weights or ranks: the likeliest mistake of a set-up of prefill and decode."""
+    engine = make()
+    asked = has_as_peer(engine, monkeypatch, OTHER)
+    params = {f"kvdepot:{OTHER:016x}": {"namespace": "5" * 32, "boundary_tokens": 4 * BLOCK}}
+    for seed in range(2):
+        ask(engine, prompt(4.5, seed=seed), params)
+    engine.run()
+    assert (set(asked), counted(engine)) == ({0}, {TransferOutcome.OTHER_NAMESPACE: 2})
+    (line,) = [record.getMessage() for record in caplog.records if "shares nothing" in record.getMessage()]
+    assert f"describe {'5' * 32}` on the other node" in line
 
 
 @pytest.mark.requirement("B3", "I3")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from collections.abc import Iterator
 from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -49,7 +50,7 @@ class TransferOutcome(StrEnum):
     MET = "met"  # everything was there, or the engine had it itself
     SHORT = "short"  # something did not come in time, or was gone
     OTHER_DAEMON = "other_daemon"  # and no peer of this engine's
-    OTHER_NAMESPACE = "other_namespace"
+    OTHER_NAMESPACE = "other_namespace"  # of this daemon, or of another one, whether it is a peer or not
     MALFORMED = "malformed"
 
 
@@ -129,11 +130,9 @@ class TransferParams:
         Few keys are read: params may have any number. This engine's own daemon is asked anyway.
         """
         if self._key not in params:
-            for key, entry in islice(params.items(), _KEYS_READ_MAX):
-                arena = _KEY.fullmatch(key) if isinstance(key, str) else None
-                namespace, tokens = _said(entry) or ("", 0)
-                if arena is not None and namespace == own_namespace:
-                    return int(arena[1], 16), tokens
+            for arena, said in _entries(params):
+                if said is not None and said[0] == own_namespace:
+                    return arena, said[1]
         return 0, 0
 
     def _read(self, request: EngineRequest, own_namespace: str, source_tier: str) -> int:
@@ -142,36 +141,46 @@ class TransferParams:
         `source_tier`: by which the daemon asks the daemon that they name.
         """
         params = transfer_params(request) or {}
-        entry = params.get(self._key)
-        if entry is None:
-            if source_tier:
-                return self._named(params, own_namespace)[1]
-            if any(isinstance(key, str) and key.startswith(PREFIX) for key in params):
-                self._count(TransferOutcome.OTHER_DAEMON)
-            return 0
-        said = _said(entry)
-        if said is None:
-            self._count(TransferOutcome.MALFORMED)
-            return 0
-        namespace, tokens = said
-        if namespace != own_namespace:
+        here = self._key in params
+        if source_tier and not here:
+            return self._named(params, own_namespace)[1]
+        entries = [_said(params[self._key])] if here else [said for _, said in _entries(params)]
+        told = [said for said in entries if said is not None]
+        tokens = next((tokens for namespace, tokens in told if namespace == own_namespace), None)
+        if here and tokens is not None:
+            return tokens
+        if tokens is not None:
+            self._count(TransferOutcome.OTHER_DAEMON)
+        elif told:
             self._count(TransferOutcome.OTHER_NAMESPACE)
-            self._warn(own_namespace, namespace)
-            return 0
-        return tokens
+            self._warn(own_namespace, told[0][0], here=here)
+        elif entries:
+            self._count(TransferOutcome.MALFORMED)
+        return 0
 
-    def _warn(self, own_namespace: str, other: str) -> None:
+    def _warn(self, own_namespace: str, other: str, *, here: bool) -> None:
+        """Log that nothing is shared. `here`: an engine of this daemon, which then can compare both namespaces."""
         if not self._warned:
             LOGGER.warning(
                 "kvdepot: a request comes from an engine that shares nothing with this one; "
-                "`kvdepotctl describe %s --differs %s` says why; reported once",
+                "`kvdepotctl describe %s%s%s`%s says why; reported once",
                 own_namespace,
+                " --differs " if here else "`, compared with `kvdepotctl describe ",
                 other,
+                "" if here else " on the other node,",
             )
         self._warned = True
 
     def _count(self, outcome: TransferOutcome) -> None:
         self._counters[f"transfer_params.{outcome}"] += 1
+
+
+def _entries(params: dict[Any, Any]) -> Iterator[tuple[int, tuple[str, int] | None]]:
+    """Yield arena and content of each of the engines' entries among the first keys. None: it has another form."""
+    for key, entry in islice(params.items(), _KEYS_READ_MAX):
+        if isinstance(key, str) and key.startswith(PREFIX):
+            arena = _KEY.fullmatch(key)
+            yield (0, None) if arena is None else (int(arena[1], 16), _said(entry))
 
 
 def _said(entry: Any) -> tuple[str, int] | None:
