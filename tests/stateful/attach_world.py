@@ -464,8 +464,14 @@ class AttachWorld:
         shutil.rmtree(self.directory)
         self._stack.close()
         self.kernel.close()
-        assert _open_descriptors() == self._descriptors, "a descriptor is left"
+        left = _open_descriptors() - self._descriptors  # another thread of this process may close some of before
+        assert not left, f"left: {left}"
 
 
-def _open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def _open_descriptors() -> set[tuple[str, str]]:
+    """Return each descriptor of this process with what it refers to."""
+    found = set()
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add((descriptor.name, str(descriptor.readlink())))
+    return found
