@@ -37,10 +37,13 @@ class BucketServer:
         """`patience`: how many times as long as usual things may take now."""
         self._patience = patience
         self._process: subprocess.Popen[bytes] | None = None
+        self._held: socket.socket | None = None
 
     def __enter__(self) -> Self:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self._held = held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server binds to it, too
+        held.bind(("127.0.0.1", 0))  # and nobody else is given it until then
+        self.port = held.getsockname()[1]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
@@ -61,6 +64,9 @@ class BucketServer:
         if process is not None:
             process.kill()
             process.wait()
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
     @property
     def url(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
+from kvdepot.core.report import DaemonStatus
 from kvdepot.core.units import parse_size_bytes
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.health import RETRY_SECONDS_MAX
@@ -34,7 +35,7 @@ PROGRESS_SECONDS: Final = 60.0
 RECOVERY_SECONDS: Final = RETRY_SECONDS_MAX + 40.0
 """All with room for a machine that does other things."""
 KEPT_OBJECTS_MIN: Final = 30
-"""So many objects in RAM, of which a second ago none was without a checksum: a SIGKILL keeps some."""
+"""So many objects in RAM with a checksum: a SIGKILL keeps some."""
 _START_SECONDS: Final = 10.0
 """What a run takes to begin. On a machine on which it takes longer, everything may."""
 _POLL_SECONDS: Final = 0.05
@@ -68,6 +69,13 @@ class Outcome:
         for name in ("faults", "counts", "samples", "damaged", "daemon"):
             found[name] = dict(sorted(getattr(self, name).items()))
         return found | {"events": self.events}
+
+
+def kept_by_a_kill(status: DaemonStatus) -> int:
+    """Return how many objects of RAM have a checksum. 0: too few of them, which may all be evicted until the kill."""
+    ram = status.tiers[0]
+    summed = ram.objects - ram.pending_checksums
+    return summed if summed >= KEPT_OBJECTS_MIN else 0
 
 
 class Harness:
@@ -190,12 +198,11 @@ class Harness:
             raise ViolationError(wrong)
 
     def _expected_kept(self, phase: Phase, world: World) -> int:
-        """How many objects a daemon that is killed now has in RAM, if it had time for their checksums."""
-        status = world.watch.status
-        if phase.faults != ("daemon kill",) or status is None or not world.depot.expected.up:
-            return 0
-        kept = status.counters.get("checksummed_objects", 0)
-        return status.tiers[0].objects if kept > KEPT_OBJECTS_MIN <= status.tiers[0].objects else 0
+        """How many objects of a daemon that is killed now have to be kept. It is asked now: a watch may be late."""
+        if phase.faults == ("daemon kill",) and world.depot.expected.up:
+            with contextlib.suppress(grpc.RpcError):
+                return kept_by_a_kill(world.depot.status())
+        return 0
 
     def _counts(self) -> Counter[str]:
         return sum((world.fleet.counts for world in self.worlds), Counter())

@@ -43,6 +43,7 @@ from tests.chaos.depot import (
     Settings,
     unexplained,
 )
+from tests.chaos.harness import KEPT_OBJECTS_MIN, kept_by_a_kill
 from tests.chaos.models import FLEETS, SMALL
 from tests.chaos.plan import ALONE, QUIET_EVERY, phases
 from tests.chaos.process_clock import queued_seconds
@@ -252,6 +253,14 @@ def test_what_a_status_says_wrong_is_found(later: DaemonStatus, what: str) -> No
     (finding,) = judge.findings(later)
     assert what in finding
     assert not list(Judge().findings(replace(later, tiers=(RAM,), sessions=()))), "another run may begin with less"
+
+
+def test_a_kill_keeps_the_objects_that_have_a_checksum_whatever_was_summed_before() -> None:
+    many = replace(RAM, objects=KEPT_OBJECTS_MIN + 5)
+    counters = {"checksummed_objects": 1_000.0}
+    for pending, kept in ((0, KEPT_OBJECTS_MIN + 5), (5, KEPT_OBJECTS_MIN), (6, 0), (KEPT_OBJECTS_MIN + 5, 0)):
+        status = replace(STATUS, tiers=(replace(many, pending_checksums=pending),), counters=counters)
+        assert kept_by_a_kill(status) == kept
 
 
 def test_every_configuration_that_a_run_may_choose_is_accepted(tmp_path: Path) -> None:
