@@ -13,7 +13,7 @@ from kvdepot.client.copy.base import CopyBatch, Direction
 from kvdepot.client.copy.cpu import CpuCopier
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, next_token
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import Deadline, patient, wait_until
 
 Make = Callable[..., ScriptedEngine]
 PATIENCE_SECONDS = 20.0
@@ -81,7 +81,8 @@ class Gate:
                 while not self._open.is_set() and not self._tokens.acquire(timeout=0.01):
                     pass
                 self._stand(-1)
-            self.copied += concerned
+            with self._lock:
+                self.copied += concerned
             copy(copier, arena, batch, direction)
 
         monkeypatch.setattr(CpuCopier, "copy", gated)
@@ -102,7 +103,7 @@ class Gate:
         self._open.clear()
 
     def reached(self, seconds: float = 5) -> bool:
-        return self._reached.wait(seconds)
+        return self._reached.wait(patient(seconds))
 
     def _stand(self, change: int) -> None:
         with self._lock:
@@ -113,9 +114,11 @@ class Gate:
         before, standing = self.copied, self._standing
         for _ in range(copies):
             self._tokens.release()
+        wait_until(lambda: self.copied >= before + copies, "they are copied", pause_seconds=0.001)
         deadline = Deadline(5)
-        while (self.copied < before + copies or self._standing < standing) and not deadline.is_over():
+        while self._standing < standing and not deadline.is_over():  # a rank that has copied all stands no more
             time.sleep(0.001)
+        assert self._standing, "none stands at the next copy"
 
     def open(self) -> None:
         self._open.set()

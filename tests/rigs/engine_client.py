@@ -29,7 +29,7 @@ from kvdepot.core.keys import NamespaceSpec, chunk_key
 from kvdepot.core.planner import GroupSpec
 from kvdepot.core.report import DaemonStatus
 
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 
 CHUNK_TOKENS, BLOCK_TOKENS, BLOCK_BYTES, LAYERS, BLOCKS = 64, 16, 4096, 2, 64
 IN_OBJECT = CHUNK_TOKENS // BLOCK_TOKENS
@@ -104,7 +104,7 @@ class EngineClient:
     def call(self, call: Call, timeout_seconds: float = 5.0) -> Reply | CallFailure:
         """Submit and wait."""
         got: list[Reply | CallFailure] = []
-        self.session.submit(call, timeout_seconds, got.append)
+        self.session.submit(call, patient(timeout_seconds), got.append)
         wait_until(lambda: (self.session.wait(0.05) > 0 and bool(got)) or bool(got), "no answer")
         return got[0]
 
@@ -160,7 +160,7 @@ class EngineClient:
         return all(torch.equal(layer[first : first + span], layer[second : second + span]) for layer in self.layers)
 
     def status(self) -> DaemonStatus:
-        with connect(self.endpoint, PATIENCE_SECONDS) as operator:
+        with connect(self.endpoint, patient(PATIENCE_SECONDS)) as operator:
             return operator.status()
 
     def wait_nothing_owed(self, besides: str = "") -> None:

@@ -82,7 +82,7 @@ def payload_of(key: bytes, length: int = OBJECT_BYTES) -> bytes:
 
 def attach_socket(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(CALL_SECONDS)
+    connection.settimeout(patient(CALL_SECONDS))
     connection.connect(os.fspath(path))
     return connection
 

@@ -17,6 +17,7 @@ from kvdepot.core.calls import STREAM_READY
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.stream_wire import OPENING, Opening
 
+from tests.rigs.patience import patient
 from tests.rigs.stopping import stop
 
 _numbers = itertools.count()
@@ -36,7 +37,7 @@ class Proxy:
             arena_fds,
         )
         lifeline.send(OPENING.pack(Opening(attachment, session)))
-        assert select.select([lifeline], [], [], 30)[0], "the proxy does not start"
+        assert select.select([lifeline], [], [], patient(30))[0], "the proxy does not start"
         assert lifeline.recv(1) == STREAM_READY, "the proxy ended"
         self.arena = StreamArena(
             arena_id=arena_id,

@@ -12,7 +12,7 @@ from kvdepot.client.vllm.worker.copy_outcome import CopyOutcome
 
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.rigs.connector_rig import PATIENCE_SECONDS, Gate, Make, cold, prompt, step_until
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import Deadline, patient
 
 PATTERN = 0x5A
 BLOCKS = 12
@@ -62,7 +62,7 @@ def test_blocks_of_a_load_given_up_anywhere_are_free_only_after_its_last_byte(
 ) -> None:
     tokens = prompt(BLOCKS + 0.5)
     make(**options | {"streams": False}).generate(tokens)
-    engine = make(**options, settings={"load_timeout_seconds": 4.0 if how == "deadline" else 60.0})
+    engine = make(**options, settings={"load_timeout_seconds": patient(4.0) if how == "deadline" else 60.0})
     copies = Random(f"{sorted(options)}-{how}").randrange(2 * BLOCKS - 1)
     request_id = loading(engine, gate, tokens, copies)
     generations = engine.depot.tables.extents["generation"].copy()

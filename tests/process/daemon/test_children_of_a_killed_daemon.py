@@ -40,7 +40,7 @@ def test_a_child_of_a_killed_daemon_ends_without_a_traceback(module: str, tmp_pa
         process = subprocess.Popen(command, pass_fds=(arena_fd, theirs.fileno()), stderr=subprocess.PIPE)
     try:
         ours.sendall(CHILDREN[module])
-        assert select.select([ours], [], [], 30)[0], "no answer"
+        assert select.select([ours], [], [], patient(30))[0], "no answer"
         ours.close()  # with the answer in it: the child's next word is answered by a reset
         _, log = process.communicate(timeout=patient(30))
         assert (process.returncode, log) == (0, b"")

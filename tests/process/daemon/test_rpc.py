@@ -110,7 +110,7 @@ def test_oversized_messages_are_refused_and_nothing_is_lost(daemon: DaemonProces
 )
 def test_garbage_on_the_grpc_socket_harms_nobody(daemon: DaemonProcess, engine: RawEngine, garbage: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.settimeout(5)
+        stranger.settimeout(patient(5))
         stranger.connect(str(daemon.socket))
         stranger.sendall(garbage)
         stranger.shutdown(socket.SHUT_WR)

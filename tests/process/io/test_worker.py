@@ -34,7 +34,7 @@ class Worker:
 
     def __init__(self, rig: IoRig) -> None:
         self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(10)
+        self.socket.settimeout(patient(10))
         arguments = (pack_parts([(rig.arena_fd, ARENA_BYTES)]), theirs.fileno(), os.getpid(), rig.directory, "")
         with theirs:
             self.process = subprocess.Popen(
@@ -168,7 +168,7 @@ def test_it_ends_with_the_process_that_made_it(rig: IoRig) -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     ours.sendall(JOBS.pack(PROBE, 1))
-    ours.settimeout(10)
+    ours.settimeout(patient(10))
     assert ours.recv(100)
     parent.kill()
     parent.communicate()

@@ -16,7 +16,7 @@ from kvdepot.server.storage import shared_layout as layout
 
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
 from tests.rigs.shared_node import CONFIG, WAIT_SECONDS
 
@@ -175,7 +175,7 @@ def test_a_daemon_killed_while_it_publishes_leaves_whole_files_and_temporaries(n
         daemon.kill()
     assert workers
     for worker in workers:  # killed with it, and done with the system call in which that met them
-        assert select.select([worker], [], [], WAIT_SECONDS)[0]
+        assert select.select([worker], [], [], patient(WAIT_SECONDS))[0]
         os.close(worker)
     whole = nodes.files()
     path_length = len(list(itertools.takewhile(lambda key: key in nodes.published(), keys)))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from tests.rigs.syntax import parsed
 
 ROOT = Path(__file__).resolve().parents[3]
-WAITS = {"communicate", "join", "result", "wait"}
+LIMITS = {"communicate": 0, "join": 0, "result": 0, "select": 3, "settimeout": 0, "wait": 0}
+"""Waits, and which of their arguments is the limit."""
+CLOCKS = ("monotonic", "perf_counter")
 SHORT_SECONDS = 2.0
 """A wait of at most so long is for something that is not to come."""
 MEANT = {"tests/process/daemon/test_hung_files.py"}
@@ -17,18 +20,37 @@ MEANT = {"tests/process/daemon/test_hung_files.py"}
 
 
 def fixed_limits(tree: ast.Module) -> Iterator[ast.Call]:
-    """Yield the waits whose limit is a number, or the name of one."""
+    """Yield the waits whose limit is a number, the name of one, or a parameter that is one unless it is given."""
     for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr != "timeout":
-            limits = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
-            limits += call.args[:1] if call.func.attr in WAITS else []
-            if any(_is_fixed(limit) for limit in limits):
-                yield call
+        if any(_is_fixed(limit) for limit in _limits(call)):
+            yield cast("ast.Call", call)
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            fixed = set(_fixed_parameters(function.args))
+            for call in ast.walk(function):
+                if any(isinstance(limit, ast.Name) and limit.id in fixed for limit in _limits(call)):
+                    yield cast("ast.Call", call)
+
+
+def _limits(call: ast.AST) -> list[ast.expr]:
+    """Return how long a call may wait at most. Empty if it is no call, or does not wait."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr == "timeout":
+        return []
+    at = LIMITS.get(call.func.attr, len(call.args))
+    return [*call.args[at : at + 1], *(keyword.value for keyword in call.keywords if keyword.arg == "timeout")]
+
+
+def _fixed_parameters(arguments: ast.arguments) -> Iterator[str]:
+    named = [*arguments.posonlyargs, *arguments.args]
+    pairs = [*zip(named[::-1], arguments.defaults[::-1], strict=False)]
+    pairs += [(name, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value]
+    yield from (name.arg for name, value in pairs if _is_fixed(value))
 
 
 def _is_fixed(limit: ast.expr) -> bool:
     if isinstance(limit, ast.Name):
-        return limit.id.isupper() and limit.id.strip("_").endswith("SECONDS") and "SAMPLE" not in limit.id
+        again = "POLL" in limit.id or "SAMPLE" in limit.id  # who waits so long looks again and again
+        return limit.id.isupper() and limit.id.strip("_").endswith("SECONDS") and not again
     value = limit.value if isinstance(limit, ast.Constant) else None
     return isinstance(value, int | float) and value > SHORT_SECONDS
 
@@ -43,10 +65,23 @@ def fixed_durations(tree: ast.Module) -> Iterator[ast.Compare]:
                     yield compared
 
 
+def fixed_ends(tree: ast.Module) -> Iterator[ast.Assert]:
+    """Yield the assertions that it is not later by the wall clock than at a moment that was chosen before."""
+    for asserted in ast.walk(tree):
+        if isinstance(asserted, ast.Assert) and isinstance(asserted.test, ast.Compare):
+            clock = asserted.test.left
+            earlier = isinstance(asserted.test.ops[0], ast.Lt | ast.LtE)
+            if earlier and isinstance(clock, ast.Call) and _reads_a_clock(clock.func):
+                yield asserted
+
+
+def _reads_a_clock(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and function.attr in CLOCKS
+
+
 def _is_measured(seconds: ast.expr) -> bool:
-    clocks = ("monotonic", "perf_counter")
     return isinstance(seconds, ast.BinOp) and any(
-        isinstance(part, ast.Attribute) and part.attr in clocks for part in ast.walk(seconds.left)
+        isinstance(part, ast.Attribute) and part.attr in CLOCKS for part in ast.walk(seconds.left)
     )
 
 
@@ -63,21 +98,31 @@ def test_a_fixed_duration_is_found() -> None:
     for line in ("assert time.monotonic() - began < patient(10)", "assert time.thread_time() - began < 1"):
         assert not list(fixed_durations(ast.parse(line))), line
     assert not list(fixed_durations(ast.parse("assert time.monotonic() - began > 10")))
+    assert list(fixed_ends(ast.parse("assert time.monotonic() < until, left")))
+    assert not list(fixed_ends(ast.parse("assert time.monotonic() >= began + 1")))
 
 
 def test_no_duration_is_measured_that_does_not_grow_with_the_load() -> None:
     found = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         name = str(path.relative_to(ROOT))
-        found += [f"{name}:{each.lineno}: {ast.unparse(each)}" for each in fixed_durations(parsed(path))]
+        fixed: list[ast.Compare | ast.Assert] = [*fixed_durations(parsed(path)), *fixed_ends(parsed(path))]
+        found += [f"{name}:{each.lineno}: {ast.unparse(each)}" for each in fixed]
     assert not found, "use a Deadline: " + "; ".join(found)
 
 
 def test_a_fixed_limit_is_found() -> None:
     lines = ["process.wait(30)", "stub.Check(request, timeout=CALL_SECONDS)", "thread.join(timeout=5.0)"]
+    lines += ["ours.settimeout(CALL_SECONDS)", "select.select([ours], [], [], 30)"]
+    lines += [
+        "def get(self, seconds=5): got.wait(seconds)",
+        "def get(*, seconds=SECONDS): stub.Get(1, timeout=seconds)",
+    ]
     for line in lines:
         assert len(list(fixed_limits(ast.parse(line)))) == 1, line
-    for line in ("process.wait(patient(30))", "go_on.wait(0.05)", "', '.join(NAMES)", "pytest.mark.timeout(900)"):
+    quiet = ["process.wait(patient(30))", "go_on.wait(0.05)", "', '.join(NAMES)", "pytest.mark.timeout(900)"]
+    quiet += ["def get(self, seconds=5): got.wait(patient(seconds))", "def get(self, seconds): got.wait(seconds)"]
+    for line in [*quiet, "select.select([ours], [], [], 0.05)", "def get(self, seconds=0.5): got.wait(seconds)"]:
         assert not list(fixed_limits(ast.parse(line))), line
 
 

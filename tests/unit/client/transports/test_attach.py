@@ -19,6 +19,7 @@ from kvdepot.core.limits import SESSION_TOKEN_BYTES
 from kvdepot.proto import codec
 
 from tests.fakes.scarce_descriptors import no_descriptor_left
+from tests.rigs.patience import patient
 
 CALL = AttachCall(1, 1, "e", scheduler=True, rank=0, world_size=1)
 ACCEPTED = AttachReply(1, session=bytes(range(SESSION_TOKEN_BYTES)), arena_id=1, arena_bytes=4096)
@@ -52,7 +53,7 @@ class Daemon:
     def _answer(self, datagram: bytes, descriptors: int) -> None:
         connection, _ = self._listener.accept()
         with connection, Path(os.devnull).open() as null:
-            connection.settimeout(SECONDS)
+            connection.settimeout(patient(SECONDS))
             connection.recv(4096)
             if datagram:
                 rights = array.array("i", [null.fileno()] * descriptors)

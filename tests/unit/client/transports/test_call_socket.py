@@ -52,6 +52,7 @@ from kvdepot.server.attach.attach import AttachListener
 from kvdepot.server.rpc import call_socket as server_end
 
 from tests.fakes.call_daemon import LOG, Calls, Daemon
+from tests.rigs.patience import patient
 
 TOKEN = b"t" * 16
 LOCATE = LocateCall(TOKEN, b"n" * 16, b"k" * 16, 16, "r")
@@ -490,7 +491,7 @@ def test_an_end_while_it_begins_leaves_no_descriptor(turns: int) -> None:
             for _ in range(50):
                 end = server_end.CallSocket(calls, loop=asyncio.get_running_loop(), log=LOG)
                 client = end.open()
-                client.settimeout(5)
+                client.settimeout(patient(5))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 end.close()

@@ -38,17 +38,10 @@ from kvdepot.server.tiers.shared.coordinator_process import CoordinatorProcess
 from kvdepot.server.tiers.shared.links import FROM_COORDINATOR, Message, Report
 
 from tests.fakes.raising import Faults, Injected, Point
+from tests.rigs.patience import wait_until
 
 LOG = logging.getLogger("loops")
-PATIENCE_SECONDS = 30.0
 PIECE = 64 << 10
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not reached():
-        assert time.monotonic() < until
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("name", ["after", "sequence", "stored_bytes", "usable", "note"])
