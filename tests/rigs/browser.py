@@ -43,11 +43,11 @@ class Browser:
         self._stack = ExitStack()
         try:
             self._socket = self._stack.enter_context(connect(self._page_url(), max_size=None))
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self.call(f"{domain}.enable")
         except BaseException:
             self.close()
             raise
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: object) -> dict[str, Any]:
         """Call a method of the protocol, and return its result."""

@@ -35,8 +35,12 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
-        numbers = [int(number) for number in self._read().split()]
-        self.extents = list(zip(numbers[::2], numbers[1::2], strict=True))
+        try:
+            numbers = [int(number) for number in self._read().split()]
+            self.extents = list(zip(numbers[::2], numbers[1::2], strict=True))
+        except BaseException:  # what does not begin must not stay either
+            self.close()
+            raise
 
     def ask(self, line: str) -> str:
         self.say(line)
@@ -65,6 +69,9 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None

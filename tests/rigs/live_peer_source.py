@@ -108,8 +108,8 @@ async def live(
 ) -> AsyncIterator[Live]:
     """`lends`: over NIXL, too. `gather_seconds`: between summaries."""
     one = Live(folder, lease_seconds, gather_seconds, lends=lends)
-    await one.source.listen()
     try:
+        await one.source.listen()
         yield one
     finally:
         await one.source.close()

@@ -36,9 +36,14 @@ class Proxy:
             lambda socket_fd: (*arena_fds, 0, socket_fd, os.getpid(), 0o600, -1, self.path),
             arena_fds,
         )
-        lifeline.send(OPENING.pack(Opening(attachment, session)))
-        assert select.select([lifeline], [], [], patient(30))[0], "the proxy does not start"
-        assert lifeline.recv(1) == STREAM_READY, "the proxy ended"
+        try:
+            lifeline.send(OPENING.pack(Opening(attachment, session)))
+            assert select.select([lifeline], [], [], patient(30))[0], "the proxy does not start"
+            assert lifeline.recv(1) == STREAM_READY, "the proxy ended"
+        except BaseException:  # what does not begin must not stay either
+            lifeline.close()
+            self._remove()
+            raise
         self.arena = StreamArena(
             arena_id=arena_id,
             size_bytes=size_bytes,
@@ -61,6 +66,9 @@ class Proxy:
 
     def close(self) -> None:
         self.arena.end()
+        self._remove()
+
+    def _remove(self) -> None:
         self.kill()
         os.close(self._pidfd)
         shutil.rmtree(self.directory, ignore_errors=True)
