@@ -22,6 +22,8 @@ class FaultyProxy(Listener):
         super().__init__()
         self._target = port
         self._changed = threading.Condition()
+        self.answers = 0
+        """That came from the server so far."""
         self.clear()
 
     @property
@@ -77,6 +79,8 @@ class FaultyProxy(Listener):
                 return
             if data.startswith(b"HTTP/1.1 "):
                 passed = 0
+                with self._changed:
+                    self.answers += 1
             for limit, ends in ((self.answer_bytes, True), (self.held_at, False)):
                 if limit is not None and passed + len(data) > limit:
                     client.sendall(data[: max(limit - passed, 0)])

@@ -129,10 +129,13 @@ def test_a_server_that_ignores_conditions_serves_who_says_so(fleet: Fleet) -> No
 
 @pytest.mark.requirement("N3")
 def test_a_spent_budget_ends_requests_and_says_so_while_ram_serves(fleet: Fleet) -> None:
-    keys, later = keys_of("before", 4), keys_of("later", 4)
-    daemon = fleet.start(more="request_budget = 12")
+    keys, later, there = keys_of("before", 4), keys_of("later", 4), keys_of("there", 4)
+    fleet.filled(there)
+    before = fleet.proxy.answers
+    daemon = fleet.start(more="request_budget = 100")
     with RawEngine(daemon.socket) as engine:
         fleet.store(daemon, keys)  # a probe of 4, and 4 puts
+        engine.store(there)  # more than a put each
         engine.store(later)
         more = count()  # on a busy machine a put may be given up before it is a request
 
@@ -144,7 +147,8 @@ def test_a_spent_budget_ends_requests_and_says_so_while_ram_serves(fleet: Fleet)
         assert engine.locate(keys_of("nobody", 6)) == 0
         assert engine.load(keys) == [payload_of(key) for key in keys]
         assert engine.load(later) == [payload_of(key) for key in later]
-        assert engine.counter("bucket_requests.bucket/") <= 12
+        assert engine.counter("bucket_requests.bucket/") <= 100
+        assert fleet.proxy.answers - before <= 100
         assert tier_of(daemon).state == "ready"
 
 

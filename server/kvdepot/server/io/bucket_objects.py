@@ -18,6 +18,7 @@ from kvdepot.server.io.context import Context
 from kvdepot.server.io.file_objects import ask_each, foreign, retired, room_bytes
 from kvdepot.server.io.jobs import (
     Answer,
+    Job,
     Part,
     Probe,
     PublishFile,
@@ -33,6 +34,11 @@ from kvdepot.server.storage.shared_layout import SUFFIX
 
 _PUTS_MAX: Final = 3
 """Of one publication: what is in its place may vanish, or change, between two requests."""
+_PUBLISH_REQUESTS_MAX: Final = 5
+"""Of each of these: a put, up to three to read what is there, and a put in its place."""
+_READ_REQUESTS_MAX: Final = 3
+"""A get, and a copy and a deletion if what came is damaged."""
+_PROBE_REQUESTS: Final = 4
 IGNORES_CONDITIONS: Final = "the server ignores If-None-Match: a put replaced an object that was there"
 
 
@@ -174,6 +180,27 @@ def _probe(job: Probe, context: Context) -> Answer:
     if not refused and not bucket.settings.unconditional:
         return Answer(IoOutcome.IO_ERROR, IGNORES_CONDITIONS)
     return Answer(IoOutcome.OK)
+
+
+def cost_max(job: Job) -> tuple[int, int]:
+    """Return the requests that a job takes at most, and the bytes of its object that it receives at most.
+
+    Headers alone do not count: they decide whether what is there is right. A node with keys reads what is there as a
+    whole before it publishes, and reads an object twice whose MAC may be that of another name.
+    """
+    match job:
+        case StatFiles():
+            return len(job.files), 0
+        case ReadFile():
+            times = 2 if job.keys else 1
+            return _READ_REQUESTS_MAX + times - 1, times * object_bytes(job.name.raw_bytes)
+        case PublishFile():
+            times = 2 * _PUTS_MAX if job.keys else 0
+            return _PUTS_MAX * _PUBLISH_REQUESTS_MAX, times * object_bytes(job.name.raw_bytes)
+        case Probe():
+            return _PROBE_REQUESTS, 0
+        case _:
+            return 0, 0
 
 
 IN_BUCKET: Final[dict[type[Any], Callable[[Any, Context], Answer]]] = {

@@ -9,6 +9,7 @@ import pytest
 from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.core.objectfile import HEADER_BYTES, Codec
 from kvdepot.server.io.bucket import Bucket, BucketSettings
+from kvdepot.server.io.bucket_objects import cost_max
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import PublishFile, ReadFile
 from kvdepot.server.io.perform import perform
@@ -65,6 +66,30 @@ def test_a_damaged_object_is_replaced_by_one_that_can_be_served(
     answer = perform(put(codec, keys), context)
     assert answer.outcome is IoOutcome.OK and answer.replaced is not IoOutcome.OK
     assert served(context, rig, keys)
+
+
+class Changing(Bucket):
+    """Whose objects are other ones whenever they are to be replaced."""
+
+    def replace(self, key: str, views: object, version: object) -> None:
+        self._opened()
+        raise FileExistsError
+
+
+@pytest.mark.parametrize("keys", [NO_KEYS, KEYS], ids=["no-keys", "keys"])
+@pytest.mark.parametrize("damage", ["empty", "header", "payload"])
+def test_no_job_takes_more_than_it_is_charged(rig: IoRig, store: MemoryStore, damage: str, keys: KeyRing) -> None:
+    context = Context("/", rig.arena, bucket=Changing(BucketSettings("memory://"), store))
+    perform(put(keys=keys), context)
+    damaged = bytearray(store.get(FILE).bytes())
+    damaged[100 if damage == "header" else HEADER_BYTES + 100] ^= 1
+    store.put(FILE, b"" if damage == "empty" else bytes(damaged))
+    for job in (put(keys=keys), ReadFile(FILE, NAME, EXTENTS, ".quarantine/x", keys=keys)):
+        requests_max, bytes_max = cost_max(job)
+        answer = perform(job, context)
+        assert answer.outcome is not IoOutcome.OK or damage == "payload"
+        assert 1 < answer.requests <= requests_max
+        assert answer.received_bytes <= bytes_max + 3 * HEADER_BYTES
 
 
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
+from kvdepot.core.object_keys import KeyRing
+from kvdepot.core.objectfile import object_bytes
 from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.io.jobs import Answer, Job, Priority, PublishFile, ReadFile, StatFiles
 from kvdepot.server.storage.base import IoOutcome
@@ -13,6 +16,8 @@ from kvdepot.server.tiers.object.meter import Meter, MeteredWorkers
 
 DAY_SECONDS = 86_400.0
 NAME = name_of(1, pages=2)
+SIZE = object_bytes(NAME.raw_bytes)
+"""What a worker receives that reads it: with its header."""
 STAT = StatFiles(tuple(f"a/{number}.kvd" for number in range(8)))
 READ = ReadFile("a/b.kvd", NAME, None, ".quarantine/x")
 PUT = PublishFile("a/b.kvd", "t", 0, NAME, 0, 0, (), None, sync=False, quarantine=".quarantine/x")
@@ -76,38 +81,64 @@ def test_without_limits_everything_is_done_and_counted() -> None:
     assert metered.stops() == (False, False) and not metered.meter.reason
 
 
-def test_a_job_that_would_pass_the_limit_is_refused_and_no_worker_gets_it() -> None:
+def test_a_job_that_would_pass_the_limit_is_refused_with_a_reason_and_no_worker_gets_it() -> None:
     metered = Metered(requests=10)
     metered.ask(STAT, Answer(OK, requests=8))
+    assert metered.stops() == (False, False)
     refused = metered.ask(STAT, Answer(OK, requests=8))
-    assert refused.outcome is IoOutcome.CANCELLED
+    assert (refused.outcome, refused.detail) == (IoOutcome.CANCELLED, "the request budget of this day is spent")
     assert metered.bucket.jobs == [STAT]
-    assert metered.stops() == (False, False), "two requests are left"
-    metered.ask(PUT, Answer(OK, requests=2))
+    assert metered.stops() == (True, True), "two requests are left, which are too few"
+    assert metered.counted["bucket_requests"] == 8
+
+
+def test_a_store_is_refused_before_it_can_take_more_than_is_left() -> None:
+    """It reads what is in its place, and may put it again."""
+    metered = Metered(requests=1)
+    assert metered.ask(PUT, Answer(OK, requests=2)).outcome is IoOutcome.CANCELLED
+    assert not metered.bucket.jobs and not metered.counted
+
+
+def test_a_store_with_keys_is_charged_for_what_it_may_read() -> None:
+    keyed = replace(PUT, keys=KeyRing((b"k" * 32,)))
+    metered = Metered(read_bytes=6 * SIZE)
+    assert metered.ask(keyed, Answer(OK, requests=3, received_bytes=SIZE)).outcome is OK
+    assert metered.stops() == (False, False)
+    refused = metered.ask(keyed, Answer(OK, requests=1))
+    assert (refused.outcome, refused.detail) == (IoOutcome.CANCELLED, "the read budget of this day is spent")
     assert metered.stops() == (True, True)
-    assert metered.meter.reason == "the request budget of this day is spent"
-    assert metered.ask(PUT, Answer(OK, requests=1)).detail == metered.meter.reason
-    assert metered.counted["bucket_requests"] == 10
+    metered.now += DAY_SECONDS
+    assert metered.stops() == (False, False)
+
+
+def test_what_jobs_in_flight_may_take_ends_a_budget_until_they_have_ended() -> None:
+    metered = Metered(requests=20)
+    assert metered.meter.charge(PUT)
+    assert not metered.meter.charge(PUT)
+    assert metered.stops() == (True, True)
+    metered.meter.settle(PUT, Answer(OK, requests=1))
+    assert metered.stops() == (False, False)
+    assert metered.meter.charge(PUT)
 
 
 def test_bytes_that_were_read_stop_reading_alone() -> None:
-    metered = Metered(read_bytes=NAME.raw_bytes)
-    assert metered.ask(READ, Answer(OK, requests=1, received_bytes=NAME.raw_bytes)).outcome is OK
+    metered = Metered(read_bytes=SIZE)
+    assert metered.ask(READ, Answer(OK, requests=1, received_bytes=SIZE)).outcome is OK
     assert metered.stops() == (True, False)
     assert metered.ask(READ, Answer(OK, requests=1)).outcome is IoOutcome.CANCELLED
     assert metered.ask(PUT, Answer(OK, requests=1)).outcome is OK
 
 
 def test_a_read_that_was_refused_stops_reading_until_bytes_come_back_or_the_day_ends() -> None:
-    metered = Metered(read_bytes=NAME.raw_bytes + 1)
-    metered.ask(READ, Answer(OK, requests=1, received_bytes=NAME.raw_bytes))
+    metered = Metered(read_bytes=SIZE + 1)
+    metered.ask(READ, Answer(OK, requests=1, received_bytes=SIZE))
     assert metered.stops() == (False, False), "nobody knows yet that the next one is too long"
     assert metered.ask(READ, Answer(OK)).outcome is IoOutcome.CANCELLED
     assert metered.stops() == (True, False)
     assert metered.meter.reason == "the read budget of this day is spent"
     metered.meter.settle(READ, Answer(OK, requests=1, received_bytes=0))
     assert metered.stops() == (False, False)
-    metered.meter.settle(READ, Answer(OK, requests=1, received_bytes=2 * NAME.raw_bytes))
+    metered.meter.settle(READ, Answer(OK, requests=1, received_bytes=2 * SIZE))
     assert metered.ask(READ, Answer(OK)).outcome is IoOutcome.CANCELLED
     metered.now += DAY_SECONDS
     assert metered.stops() == (False, False)
@@ -123,21 +154,21 @@ def test_two_jobs_of_one_worker_add_up_whichever_answer_has_the_requests() -> No
 
 
 def test_the_charge_of_a_worker_that_died_stays_and_that_of_a_job_without_a_worker_is_returned() -> None:
-    metered = Metered(requests=2)
+    metered = Metered(requests=6)
     metered.ask(READ, Answer(IoOutcome.CANCELLED))
     metered.ask(READ, Answer(IoOutcome.TIMEOUT))
     assert metered.stops() == (False, False)
     metered.ask(READ, Answer(IoOutcome.TIMEOUT))
     assert metered.stops() == (True, True)
-    assert metered.counted["bucket_requests"] == 2
+    assert metered.counted["bucket_requests"] == 6
 
 
 def test_a_day_later_the_budgets_are_whole_again() -> None:
-    metered = Metered(requests=1)
-    metered.ask(PUT, Answer(OK, requests=1))
+    metered = Metered(requests=15)
+    metered.ask(PUT, Answer(OK, requests=15))
     assert metered.stops() == (True, True)
     metered.now += DAY_SECONDS
     assert metered.stops() == (False, False)
     metered.meter.settle(STAT, Answer(IoOutcome.CANCELLED))  # charged the day before
-    assert metered.ask(PUT, Answer(OK, requests=1)).outcome is OK
+    assert metered.ask(PUT, Answer(OK, requests=15)).outcome is OK
     assert metered.stops() == (True, True)

@@ -1,21 +1,20 @@
 """What a bucket's owner is charged for: requests and bytes that are read, with a limit for each day (UTC).
 
-Both limits are hard. A job is charged before it begins, for the requests that it most likely takes; its answer says how
-many they were. A job that a limit does not allow is answered CANCELLED, and no request is made.
+Both limits are hard. A job is charged before it begins, for the most that it can take; its answer says how much it was.
+A job that a limit does not allow is answered CANCELLED, and no request is made. The budget then counts as spent, until
+a job in flight has taken less than it was charged.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
 
-from kvdepot.server.io.jobs import UNKNOWN, Answer, Job, Priority, Probe, PublishFile, ReadFile, StatFiles
+from kvdepot.server.io.bucket_objects import cost_max
+from kvdepot.server.io.jobs import UNKNOWN, Answer, Job, Priority, PublishFile
 from kvdepot.server.storage.base import IoOutcome, Loan
 from kvdepot.server.tiers.budget import DailyBudget
 from kvdepot.server.tiers.workers import PassedWorkers, Workers
-
-_PROBE_REQUESTS: Final = 4
 
 
 class Meter:
@@ -29,10 +28,11 @@ class Meter:
         self._requests = DailyBudget("request budget", requests, wall_clock)
         self._read = DailyBudget("read budget", read_bytes, wall_clock)
         self._count = count
+        self._reads_to_write = False  # a write was refused for what it may have to read
 
     @property
     def stops_writing(self) -> bool:
-        return self._requests.spent
+        return self._requests.spent or (self._reads_to_write and self._read.spent)
 
     @property
     def stops_reading(self) -> bool:
@@ -45,11 +45,13 @@ class Meter:
 
     def charge(self, job: Job) -> bool:
         """Count what a job costs. Return False, and count nothing, if a limit does not allow it."""
-        requests, read_bytes = _cost(job)
-        if not self._read.allows(read_bytes):
+        requests, read_bytes = cost_max(job)
+        if read_bytes and not self._read.allows(read_bytes):
             self._read.refuse()  # what is offered is not loaded any more, so nothing more may be offered
+            self._reads_to_write = self._reads_to_write or isinstance(job, PublishFile)
             return False
         if not self._requests.allows(requests):
+            self._requests.refuse()  # no larger job is allowed either, and the tier would not say why
             return False
         self._requests.spend(requests)
         self._read.spend(read_bytes)
@@ -57,7 +59,7 @@ class Meter:
 
     def settle(self, job: Job, answer: Answer) -> None:
         """Correct what was charged by what the answer says. A worker that died says nothing: its charge stays."""
-        requests, read_bytes = _cost(job)
+        requests, read_bytes = cost_max(job)
         if answer.outcome is IoOutcome.CANCELLED:  # no worker had it
             self._requests.spend(-requests)
             self._read.spend(-read_bytes)
@@ -69,21 +71,6 @@ class Meter:
         self._read.spend(answer.received_bytes - read_bytes)
         self._count("bucket_requests", answer.requests)
         self._count("bucket_received_bytes", answer.received_bytes)
-
-
-def _cost(job: Job) -> tuple[int, int]:
-    """Return the requests and the bytes to be received that a job takes if nothing is in its way."""
-    match job:
-        case StatFiles():
-            return len(job.files), 0
-        case ReadFile():
-            return 1, job.name.raw_bytes
-        case PublishFile():
-            return 1, 0
-        case Probe():
-            return _PROBE_REQUESTS, 0
-        case _:
-            return 0, 0
 
 
 class MeteredWorkers(PassedWorkers):
