@@ -25,6 +25,8 @@ from tests.rigs.seeds import RUN_SEED
 
 ROOT = Path(__file__).parents[2]
 _END_SECONDS: Final = 60.0
+_FLIPS_MIN: Final = 5
+"""Faults that flip bits, of which at least one has met a packet with data. One alone may begin when all is loaded."""
 needs_network = pytest.mark.skipif(bool(why_no_network()), reason=why_no_network())
 
 
@@ -58,6 +60,7 @@ def _holds(tmp_path: Path, *options: str, faults_min: int) -> None:
     assert report["late_bytes"] == report["over"] == 0
     assert min(report["compared_pieces"], report["own_objects"], report["quiet"]["hit"]) > 0
     assert report["packets"]["carried"] > 0
+    assert report["packets"].get("flipped", 0) > 0 or report["faults"].get("bit flips", 0) < _FLIPS_MIN
 
 
 @needs_network
