@@ -35,6 +35,7 @@ _ELECTION_SECONDS: Final = 60.0
 """After so long a node knows the janitor of a shared directory."""
 _RATIO_COUNT_MIN: Final = 100.0
 """A share of fewer events says nothing."""
+_BUDGETS: Final = frozenset({"requests", "read"})
 _NO_KEY: Final = frozenset({"unkeyed", "unknown_key"})
 _NO_DAMAGE: Final = frozenset({"torn", "forged", *_NO_KEY})
 """Reasons of `tier_damaged_objects` that are no fault of a device: a crash, another writer, another key."""
@@ -138,6 +139,11 @@ def _damaged_objects(status: DaemonStatus, growth: Growth) -> Texts:
             yield f"{tier}: {some} came from its peers in the last hour", "kvdepotctl peers names the peer: see its log"
         else:
             yield f"{tier}: {some} in the last hour", ""
+
+
+def _bucket_budget_spent(_: DaemonStatus, growth: Growth) -> Texts:
+    for tier in _of_tiers(growth("bucket_refused_jobs", HOUR), lambda budget: budget in _BUDGETS):
+        yield f"{tier}: a budget of its bucket for this day was too small in the last hour", ""
 
 
 def _forged_objects(_: DaemonStatus, growth: Growth) -> Texts:
@@ -254,12 +260,14 @@ CHECKS: Final[Mapping[str, Callable[[DaemonStatus, Growth], Texts]]] = {
     "OFFERS_LATE": _offers_late,
     "STORES_REFUSED": _stores_refused,
     "WRITES_DROPPED": _writes_dropped,
+    "BUCKET_BUDGET_SPENT": _bucket_budget_spent,
 }
 """By code, in the order of importance. The first five are errors."""
 ERRORS: Final = frozenset(list(CHECKS)[:5])
 EVENTS: Final = (
-    "audits", "corrupt_objects", "expired_leases", "failed_calls", "internal_errors", "io_failed_callbacks",
-    "io_workers", "leaked_objects", "peer_refused_connections", "peer_servers", "tier_damaged_objects",
+    "audits", "bucket_refused_jobs", "corrupt_objects", "expired_leases", "failed_calls", "internal_errors",
+    "io_failed_callbacks", "io_workers", "leaked_objects", "peer_refused_connections", "peer_servers",
+    "tier_damaged_objects",
 )  # fmt: skip
 """Counter families of which the growth of up to a day is asked for."""
 FLOWS: Final = ("locates", "loop_ticks", "misses", "reserved_objects", "tier_writes", "tier_writes_dropped")

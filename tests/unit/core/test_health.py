@@ -111,6 +111,10 @@ CAUSES: Mapping[str, tuple[DaemonStatus, Grown, str, str]] = {
         WELL, {("reserved_objects", MINUTES_15): {"granted": 70.0, "later": 20.0, "no_room": 10.0, "present": 900.0}},
         "30 % of the stores of the last 15 min got no room or credit", "",
     ),
+    "BUCKET_BUDGET_SPENT": (
+        WELL, {("bucket_refused_jobs", HOUR): {"bucket/requests": 2.0, "bucket/read": 1.0}},
+        "bucket: a budget of its bucket for this day was too small in the last hour", "",
+    ),
     "WRITES_DROPPED": (
         WELL,
         {

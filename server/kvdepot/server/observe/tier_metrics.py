@@ -160,6 +160,13 @@ TIERS: Final = (
     tier_counter("bucket_requests", "Requests to the bucket, without the library's retries.", kinds=(OBJECT,)),
     tier_counter("bucket_received_bytes", "Bytes of objects that were read from the bucket.", kinds=(OBJECT,)),
     tier_counter(
+        "bucket_refused_jobs",
+        "Jobs for which too little of a day's budget was left, by budget.",
+        "budget",
+        ("requests", "read"),
+        kinds=(OBJECT,),
+    ),
+    tier_counter(
         "shared_touches",
         "Updates of a file's modification time after a use. `outcome`: of the update.",
         "outcome",

@@ -161,6 +161,7 @@ def test_no_text_of_any_problem_names_a_namespace_or_an_engine() -> None:
         "nvme/abandoned",
         "nvme/forged",
         "nvme/unkeyed",
+        "nvme/read",
     )
     grown = dict.fromkeys((*labels, "nvme/queue_full"), 1000.0) | {"later": 1e6}
     verdict = health(status, lambda _family, _seconds: grown)

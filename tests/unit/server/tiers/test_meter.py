@@ -89,14 +89,14 @@ def test_a_job_that_would_pass_the_limit_is_refused_with_a_reason_and_no_worker_
     assert (refused.outcome, refused.detail) == (IoOutcome.CANCELLED, "the request budget of this day is spent")
     assert metered.bucket.jobs == [STAT]
     assert metered.stops() == (True, True), "two requests are left, which are too few"
-    assert metered.counted["bucket_requests"] == 8
+    assert (metered.counted["bucket_requests"], metered.counted["bucket_refused_jobs.requests"]) == (8, 1)
 
 
 def test_a_store_is_refused_before_it_can_take_more_than_is_left() -> None:
     """It reads what is in its place, and may put it again."""
     metered = Metered(requests=1)
     assert metered.ask(PUT, Answer(OK, requests=2)).outcome is IoOutcome.CANCELLED
-    assert not metered.bucket.jobs and not metered.counted
+    assert not metered.bucket.jobs and metered.counted == {"bucket_refused_jobs.requests": 1}
 
 
 def test_a_store_with_keys_is_charged_for_what_it_may_read() -> None:
@@ -105,6 +105,7 @@ def test_a_store_with_keys_is_charged_for_what_it_may_read() -> None:
     assert metered.ask(keyed, Answer(OK, requests=3, received_bytes=SIZE)).outcome is OK
     assert metered.stops() == (False, False)
     refused = metered.ask(keyed, Answer(OK, requests=1))
+    assert metered.counted["bucket_refused_jobs.read"] == 1
     assert (refused.outcome, refused.detail) == (IoOutcome.CANCELLED, "the read budget of this day is spent")
     assert metered.stops() == (True, True)
     metered.now += DAY_SECONDS

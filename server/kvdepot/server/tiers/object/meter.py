@@ -18,7 +18,7 @@ from kvdepot.server.tiers.workers import PassedWorkers, Workers
 
 
 class Meter:
-    """The two budgets of one bucket. Counts `bucket_requests` and `bucket_received_bytes`."""
+    """The two budgets of one bucket. Counts `bucket_requests`, `bucket_received_bytes` and `bucket_refused_jobs`."""
 
     def __init__(
         self, *, requests: int | None, read_bytes: int | None, wall_clock: Callable[[], float],
@@ -47,10 +47,12 @@ class Meter:
         """Count what a job costs. Return False, and count nothing, if a limit does not allow it."""
         requests, read_bytes = cost_max(job)
         if read_bytes and not self._read.allows(read_bytes):
+            self._count("bucket_refused_jobs.read", 1)
             self._read.refuse()  # what is offered is not loaded any more, so nothing more may be offered
             self._reads_to_write = self._reads_to_write or isinstance(job, PublishFile)
             return False
         if not self._requests.allows(requests):
+            self._count("bucket_refused_jobs.requests", 1)
             self._requests.refuse()  # no larger job is allowed either, and the tier would not say why
             return False
         self._requests.spend(requests)
