@@ -364,6 +364,32 @@ def test_the_first_lookup_of_a_conversation_that_moved_finds_it_in_another_daemo
         assert chosen_by(reader)[moved] in ("by lookup", "by summary")
 
 
+@pytest.mark.requirement("B3")
+def test_a_request_may_name_a_daemon_that_is_no_peer_and_whose_summary_lacks_it(fleet: Fleet, tmp_path: Path) -> None:
+    ports = [fleet.port() for _ in range(3)]
+    sources = {port: fleet.source(port=port) for port in ports}
+    file = tmp_path / "peers"
+    file.write_text("".join(f"127.0.0.1:{port}\n" for port in ports))
+    reader = fleet.reader(
+        url=f"file://{file}", ram="1GiB", of_tier="io_workers = 1\npeers_max = 1\n", deadline="20s",
+        more='[policy]\nnegative_ttl = "1h"\n',
+    )  # fmt: skip
+    wait_until(
+        lambda: status_of(reader.socket).counters.get("peer_summaries.peer-0/new", 0.0) >= 3, "all have summaries"
+    )
+    prefill = next(port for port in ports if port not in chosen_by(reader))
+    arena_id = status_of(sources[prefill].socket).arena_id
+    with RawEngine(reader.socket) as engine:
+        early = engine.locate_at(keys_of("p", 3), arena_id)
+        assert (early.boundary_tokens, early.source_tier) == (0, "peer-0"), "the engine waits for it"
+        assert chosen_by(reader)[prefill] == "by name"
+        stored(sources[prefill], keys_of("p", 3))
+        named = engine.located_at(keys_of("p", 3), arena_id)
+        assert (named.boundary_tokens, named.source_tier) == (3 * CHUNK_TOKENS, "peer-0")
+        assert engine.load(keys_of("p", 3)) == payloads(keys_of("p", 3))
+        assert engine.counter("named_sources.unknown") == 0
+
+
 @pytest.mark.requirement("T3", "N3")
 def test_a_daemon_loads_from_whichever_daemons_of_a_long_list_have_it(fleet: Fleet, tmp_path: Path) -> None:
     ports = [fleet.port() for _ in range(6)]

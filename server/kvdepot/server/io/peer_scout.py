@@ -105,6 +105,7 @@ class Place:
         self.column = column
         self.gone = threading.Event()
         self.itself = False
+        self.arena_id = 0
         self.known: Filter | None = None
         self.version = 0
         self.bits_bytes = 0
@@ -232,7 +233,8 @@ class Scout:
         if asked is Asked.REFUSED or (asked is Asked.FAILED and old):
             self._note(place, None)
         if not place.gone.is_set():
-            self._tell(Told(place.at, asked, why.encode("utf-8", "replace")[:WHY_BYTES_MAX].decode("utf-8", "ignore")))
+            why = why.encode("utf-8", "replace")[:WHY_BYTES_MAX].decode("utf-8", "ignore")
+            self._tell(Told(place.at, asked, why, place.arena_id))
 
     def _take(self, place: Place, reply: Reply) -> Asked:
         """Take an answer. Raise OSError if the place does not answer this daemon, and RefusedSummaryError."""
@@ -240,6 +242,7 @@ class Scout:
             raise OSError(0, f"the peer says: {reply.reason}")
         if not isinstance(reply, Summary | Unchanged):
             raise RefusedSummaryError(f"{type(reply).__name__} is no answer")
+        place.arena_id = reply.arena_id
         if reply.arena_id == self._arena_id:
             place.itself = True
             self._note(place, None)

@@ -111,11 +111,12 @@ class Asked(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A place has been asked."""
+    """A place has been asked. `arena_id`: of the daemon that answered last there, 0 if none has."""
 
     place: At
     asked: Asked
     why: Annotated[str, Prose(WHY_BYTES_MAX)] = ""
+    arena_id: int = 0
 
 
 TO_SCOUT: Final[Framing[Watch | Want | Find]] = Framing(Watch, Want, Find, bytes_max=1 << 20)

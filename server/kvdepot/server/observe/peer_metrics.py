@@ -74,7 +74,7 @@ PEERS: Final = (
     ),
     tier_counter(
         "peer_guests",
-        "Peers that joined for a lookup, by whether they had some of its objects.",
+        "Peers that joined for a lookup, by whether they had some of its objects, or a request named them.",
         "outcome",
         Guest,
         kinds=(PEER,),

@@ -238,7 +238,10 @@ class SharedTier(Tier, Protocol):
     """A tier whose traits say `shared`."""
 
     def reads_from(self, source_id: int) -> bool:
-        """Return whether this tier reads from the daemon whose arena has this id. It may not be known yet."""
+        """Return whether this tier reads from the daemon whose arena has this id. It may not be known yet.
+
+        A lookup that names this daemon follows. So the tier may begin to read from it for that.
+        """
 
     def look_up(self, names: Sequence[ObjectName], done: Callable[[], None], *, again: bool = False) -> None:
         """Find out which of these names the tier has. They have no handles, and parents come first.

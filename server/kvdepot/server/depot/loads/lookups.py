@@ -126,7 +126,7 @@ class LookUps:
         Only what is configured can be selected. A tenant's namespace selects no tier of another tenant.
         """
         for tier, shared in self._tiers:
-            if source_id and shared.reads_from(source_id) and _may_ask(tier, shared, namespace):
+            if source_id and _may_ask(tier, shared, namespace) and shared.reads_from(source_id):
                 return tier
         return None
 

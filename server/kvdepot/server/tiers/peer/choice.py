@@ -24,11 +24,16 @@ SHUNNED_SECONDS: Final = 30.0
 """A guest that had nothing, or did not answer, is not chosen again for so long, whatever its summary says."""
 
 
+NAMED: Final = 0
+"""The names of a guest that a request has named."""
+
+
 class Guest(StrEnum):
     """What a guest had. The values are labels of counters."""
 
     USEFUL = "useful"  # something of what it was asked for
     USELESS = "useless"  # nothing, or it did not answer
+    NAMED = "named"  # a request named it, so it may have something soon
 
 
 class Choice:
@@ -74,7 +79,10 @@ class Choice:
         """Return why this place is a member."""
         if place in self._useful:
             return f"by summary: {self._useful[place]} names"
-        return f"by lookup: {self._invited[place][1]} names" if place in self._invited else "by hash"
+        if place not in self._invited:
+            return "by hash"
+        names = self._invited[place][1]
+        return "by name" if names == NAMED else f"by lookup: {names} names"
 
     def list(self, places: Iterable[Place]) -> None:
         """Choose from these from now on."""

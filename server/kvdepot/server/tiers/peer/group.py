@@ -37,7 +37,7 @@ LATE_TIMES: Final = 4.0
 LATE_SECONDS: Final = 0.05
 """A lookup waits for others so many times as long as the first answer took, and at least so long."""
 GUEST_SECONDS: Final = 1.0
-"""A lookup waits so long for a guest, whose workers may have to start first."""
+"""A lookup waits so long for a guest, or a peer that a request names: its workers may have to start first."""
 _NOBODY: Final = "no peer was found"
 _NO_CHOICE: Final[Mapping[Place, str]] = {}
 
@@ -64,6 +64,7 @@ class Member:
         self.workers = workers
         self.figures = workers.figures
         self.itself = False
+        self.expected = False  # a request has named it
         self.chosen = ""  # why, where the list has more than there is room for
 
     @property
@@ -152,6 +153,14 @@ class PeerGroup:
     def reads_from(self, source_id: int) -> bool:
         """Return whether a peer has this arena."""
         return any(member.usable and member.workers.reads_from(source_id) for member in self._members.values())
+
+    def expect(self, place: Place, source_id: int) -> bool:
+        """Have lookups wait for the first answer of a peer. Return whether it can be asked, and may have this arena."""
+        member = self._members.get(place)
+        if member is None or not member.usable or member.figures.source_id not in (0, source_id):
+            return False
+        member.expected = True
+        return True
 
     # Who is in the group
 
@@ -364,6 +373,8 @@ class _Asking:
             self._seek()
         elif works and self._late is None:
             seconds = max(LATE_TIMES * (self._loop.time() - self._began), LATE_SECONDS)
+            if any(one.expected and not one.figures.source_id for one in self._left & self._awaited):
+                seconds = GUEST_SECONDS
             self._late = self._loop.call_later(seconds, self._seek)
 
     @property

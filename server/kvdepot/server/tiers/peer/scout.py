@@ -71,6 +71,7 @@ class Scout:
         self._received = bytearray()
         self._watch: Watch | None = None
         self._refused: dict[At, str] = {}
+        self._arenas: dict[At, int] = {}
         self._started_at = 0.0
         self._finds: dict[int, tuple[Callable[[Sequence[Useful]], None], asyncio.TimerHandle]] = {}
         self._last_find = 0
@@ -89,10 +90,16 @@ class Scout:
         if watch == self._watch:
             return
         self._watch = watch
+        self._arenas = {at: arena_id for at, arena_id in self._arenas.items() if at in there}
         if self._stream.running:
             self._stream.send(TO_SCOUT.pack(watch))
         elif self._respawn is None:
             self._start()
+
+    def place_of(self, arena_id: int) -> Place | None:
+        """Return where the daemon with this arena answered last."""
+        at = next((at for at, known in self._arenas.items() if known == arena_id), None)
+        return (at.host, at.port) if at is not None else None
 
     def want(self, files: Sequence[str]) -> None:
         """Tell it what a lookup asks for, unless it has still to take in what it was told before."""
@@ -138,6 +145,7 @@ class Scout:
         self._stream.end()
         self._received.clear()
         self._refused.clear()
+        self._arenas.clear()
         self._forget_finds()
 
     def _forget_finds(self) -> None:
@@ -192,6 +200,8 @@ class Scout:
     def _told(self, told: Told) -> None:
         """Count an answer. The log has a refusal once, until it is another one."""
         self._count(f"peer_summaries.{told.asked}", 1)
+        if told.arena_id:
+            self._arenas[told.place] = told.arena_id
         if told.asked is not Asked.REFUSED:
             self._refused.pop(told.place, None)
         elif self._refused.get(told.place) != told.why:

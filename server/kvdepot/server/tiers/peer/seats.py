@@ -9,7 +9,7 @@ from typing import Final
 
 from kvdepot.server.io.scout_wire import Ranked, Useful
 from kvdepot.server.platform.guard import Guard
-from kvdepot.server.tiers.peer.choice import Choice, Guest
+from kvdepot.server.tiers.peer.choice import NAMED, Choice, Guest
 from kvdepot.server.tiers.peer.group import PeerGroup
 from kvdepot.server.tiers.peer.places import Place
 from kvdepot.server.tiers.peer.scout import Scout
@@ -76,6 +76,22 @@ class Seats:
                 self._use()
                 return place
         return None
+
+    def named(self, source_id: int) -> bool:
+        """Have the place with this arena join, because a request names it. Return whether it can be asked now.
+
+        The engine there may still be storing. So its first answer does not count against it, as it would for a guest.
+        """
+        place = self.scout.place_of(source_id)
+        if place is None:
+            return False
+        if place not in self._choice.members:
+            if not self._choice.invite(place, NAMED):
+                return False
+            self._count(f"peer_guests.{Guest.NAMED}", 1)
+            self._choice.judge(useful=True)
+            self._seat()
+        return self._group.expect(place, source_id)
 
     def judge(self, place: Place, useful: bool) -> None:
         """Note whether a place had something, if it is the guest: another lookup may have shown that already."""

@@ -137,7 +137,10 @@ class PeerTier(SharedTier):
             self._probe_at = now + self._peer_config.find_seconds
 
     def reads_from(self, source_id: int) -> bool:
-        return self._workers.reads_from(source_id)
+        if self._workers.reads_from(source_id):
+            return True
+        seats = self._seats
+        return seats is not None and self._guard.value("inviting a peer", False, seats.named, source_id)
 
     def stored(self, handle: int) -> Stored:
         """Return also which of several peers have the object."""

@@ -66,6 +66,26 @@ def test_a_peer_that_hangs_is_not_waited_for_and_what_it_may_have_is_not_absent(
     with_peers(test, A, B)
 
 
+@pytest.mark.requirement("B3")
+def test_the_first_answer_of_a_peer_that_a_request_names_is_waited_for() -> None:
+    async def test(peers: Peers) -> None:
+        assert peers.group.expect(A, 99) and not peers.group.expect(C, 98)
+        peers.look_up()
+        peers.of[B].has(10, ABSENT, ABSENT)
+        await asyncio.sleep(3 * LATE_SECONDS)
+        assert not peers.answers, "its workers may have to start first"
+        peers.of[A].has(ABSENT, 20, ABSENT)
+        assert peers.lengths == (10, 20, ABSENT)
+        assert peers.group.expect(A, 99) and not peers.group.expect(A, 98), "another daemon has answered"
+        peers.look_up()
+        peers.of[B].has(10, ABSENT, ABSENT)
+        await until(lambda: peers.answers, "it is waited for like others")
+        peers.of[A].why_unusable = "disabled: timeout"
+        assert not peers.group.expect(A, 99)
+
+    with_peers(test, A, B)
+
+
 @pytest.mark.parametrize("wrong", [Answer(IoOutcome.TIMEOUT), Answer(IoOutcome.OK, lengths=(1,))])
 def test_a_peer_that_fails_hides_nothing_and_proves_nothing_absent(wrong: Answer) -> None:
     async def test(peers: Peers) -> None:

@@ -134,6 +134,22 @@ def test_a_lookup_costs_it_few_names_and_none_while_it_has_still_to_take_in_othe
     in_loop(test)
 
 
+def test_a_place_is_known_by_the_arena_that_answered_there_last_while_it_is_listed() -> None:
+    async def test(world: World) -> None:
+        world.scout.watch(PLACES[:3], [])
+        world.says(Told(AT, Asked.NEW, arena_id=99))
+        world.says(Told(At(*PLACES[1]), Asked.FAILED, "down"))
+        assert world.scout.place_of(99) == PLACES[0] and world.scout.place_of(0) is None
+        world.says(Told(AT, Asked.FAILED, "down"))
+        assert world.scout.place_of(99) == PLACES[0]
+        world.says(Told(AT, Asked.UNCHANGED, arena_id=98))
+        assert world.scout.place_of(99) is None and world.scout.place_of(98) == PLACES[0]
+        world.scout.watch(PLACES[1:3], [])
+        assert world.scout.place_of(98) is None
+
+    in_loop(test)
+
+
 def test_answers_are_counted_and_a_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test(world: World) -> None:
         world.scout.watch(PLACES, [])

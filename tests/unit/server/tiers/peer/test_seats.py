@@ -28,6 +28,10 @@ class Scout:
         self.wanted: list[Sequence[str]] = []
         self.finds: list[tuple[Sequence[str], Callable[[Sequence[Useful]], None]]] = []
         self.closed = 0
+        self.arenas: dict[int, Place] = {}
+
+    def place_of(self, arena_id: int) -> Place | None:
+        return self.arenas.get(arena_id)
 
     def watch(self, places: Sequence[Place], members: Sequence[Place]) -> None:
         self.watches.append((places, members))
@@ -50,6 +54,12 @@ class Group:
         self.why: Mapping[Place, str] = {}
         self.members: set[Place] = set()
         self.spare = False
+        self.expected: list[tuple[Place, int]] = []
+
+    def expect(self, place: Place, source_id: int) -> bool:
+        assert place in self.members
+        self.expected.append((place, source_id))
+        return True
 
     def has_spare(self) -> bool:
         return self.spare
@@ -208,6 +218,35 @@ def test_a_spare_is_kept_while_another_peer_could_join() -> None:
         assert not world.group.has_spare()
         world.seats.judge(NODES[5], useful=True)
         assert world.group.has_spare()
+
+    in_loop(test)
+
+
+def test_a_place_that_a_request_names_joins_and_stays_although_it_has_nothing_yet() -> None:
+    async def test(world: World) -> None:
+        world.seats.list(NODES)
+        world.scout.arenas = {57: NODES[6], 58: NODES[0], 59: ("10.9.9.9", 7448)}
+        joined = world.joined
+        assert not world.seats.named(56), "nobody has it"
+        assert not world.seats.named(59), "it is not listed"
+        assert world.seats.named(57) and world.group.expected == [(NODES[6], 57)]
+        assert NODES[6] in world.group.members and len(world.group.members) == 2, "a useless one has left"
+        assert world.group.why[NODES[6]] == "by name"
+        assert world.joined == joined + 1 and world.counts == {"peer_guests.named": 1}
+        world.seats.judge(NODES[6], useful=False)
+        assert NODES[6] in world.group.members, "the engine there may still be storing"
+        assert world.seats.named(57) and world.seats.named(58) and world.joined == joined + 1, "they are members"
+
+    in_loop(test)
+
+
+def test_no_place_joins_by_name_while_all_seats_are_useful() -> None:
+    async def test(world: World) -> None:
+        world.seats.list(NODES)
+        world.rank(NODES[0], NODES[1])
+        world.scout.arenas = {57: NODES[6], 58: NODES[7]}
+        assert world.seats.named(57) and len(world.group.members) == 3
+        assert not world.seats.named(58) and NODES[7] not in world.group.members
 
     in_loop(test)
 
