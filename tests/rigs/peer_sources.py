@@ -35,7 +35,13 @@ class Sources:
         self.list(*self.each)
 
     def list(self, *sources: LyingSource) -> None:
-        self.file.write_text("".join(f"127.0.0.1:{source.port}\n" for source in sources))
+        self.write("".join(f"127.0.0.1:{source.port}\n" for source in sources))
+
+    def write(self, text: str) -> None:
+        """Have the file say this, at once: one that is being written names no peer for a moment."""
+        written = self.file.with_suffix(".new")
+        written.write_text(text)
+        written.rename(self.file)
 
     def at(self, ports: Collection[int]) -> tuple[LyingSource, ...]:
         return tuple(source for source in self.each if source.port in ports)
@@ -43,12 +49,12 @@ class Sources:
 
 def with_sources(
     folder: Path, test: Callable[[Sources, PeerLive], Awaitable[None]], *, count: int = 2, peers_max: int = 4,
-    **more: Any,
+    places: Callable[[Path], PlacesFile] = PlacesFile, **more: Any,
 ) -> None:  # fmt: skip
-    """Run a test with so many sources, and a tier that asks at most `peers_max` of them."""
+    """Run a test with so many sources, and a tier that asks at most `peers_max` of them. `places` reads the list."""
 
     async def run(sources: Sources) -> None:
-        live = PeerLive(folder, places=PlacesFile(sources.file), peers_max=peers_max, find_seconds=0.05, **more)
+        live = PeerLive(folder, places=places(sources.file), peers_max=peers_max, find_seconds=0.05, **more)
         try:
             await test(sources, live)
         finally:

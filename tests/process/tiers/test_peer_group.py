@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.request import urlopen
@@ -13,6 +14,7 @@ from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.storage.shared_layout import object_file
 from kvdepot.server.tiers.conformance_harness import payload_of
 from kvdepot.server.tiers.peer.group import PeerGroup
+from kvdepot.server.tiers.peer.places import Place, PlacesFile
 
 from tests.fakes.lying_source import OF_PULLS, LyingSource
 from tests.rigs.ctl_process import kvdepotctl
@@ -98,7 +100,7 @@ def test_the_file_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path) 
         await readable(live)
         handles = await found(live, NAMES[0])
         assert await live.read(handles[NAMES[0]], NAMES[0]) == (IoOutcome.OK, payload_of(NAMES[0]))
-        sources.file.write_text("nonsense\n")
+        sources.write("nonsense\n")
         await live.until(lambda: "line 1" in live.tier.status().reason, "it is said")
         assert await live.read(handles[NAMES[0]], NAMES[0]) == (IoOutcome.OK, payload_of(NAMES[0]))
         sources.list(second)
@@ -106,6 +108,42 @@ def test_the_file_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path) 
         await found(live, NAMES[1])
         outcome, _ = await live.read(handles[NAMES[0]], NAMES[0])
         assert outcome is not IoOutcome.OK, "who had it is no peer any more"
+
+    with_sources(tmp_path, test)
+
+
+@pytest.mark.requirement("T3")
+def test_a_list_that_hangs_at_the_start_is_said_and_taken_once_it_can_be_read(tmp_path: Path) -> None:
+    may_read = threading.Event()
+
+    class HungFile(PlacesFile):
+        def find(self) -> tuple[Place, ...]:
+            may_read.wait()
+            return super().find()
+
+    async def hung(sources: Sources, live: PeerLive) -> None:
+        await live.until(lambda: "no answer within" in live.tier.status().reason, "it is said")
+        assert not live.tier.readable
+        may_read.set()
+        sources.each[0].keys.add(NAMES[0].key)
+        await readable(live)
+        await found(live, NAMES[0])
+
+    with_sources(tmp_path, hung, places=HungFile)
+
+
+@pytest.mark.requirement("T3")
+def test_a_peer_that_failed_is_probed_also_while_the_list_cannot_be_read(tmp_path: Path) -> None:
+    async def test(sources: Sources, live: PeerLive) -> None:
+        await readable(live)
+        (first, second), group = sources.each, live.peer_tier._workers
+        assert isinstance(group, PeerGroup)
+        sources.write("nonsense\n")
+        await live.until(lambda: "line 1" in live.tier.status().reason, "it cannot be read")
+        first.lookups = second.lookups = ended
+        assert not await live.look_up(NAMES[0])
+        assert first.lied and second.lied, "both have failed"
+        await live.until(lambda: all(one.state != "failing" for one in group.statuses()), "nobody else asks them")
 
     with_sources(tmp_path, test)
 

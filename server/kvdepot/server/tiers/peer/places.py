@@ -67,7 +67,8 @@ def order_of(place: Place, arena_id: int) -> bytes:
 class Finder:
     """Looks for places again and again. A resolver may hang, and so may the mount of a file.
 
-    `found` or `failed` is called after each look, on the loop's thread.
+    `found` or `failed` is called after each look, on the loop's thread. While a look hangs, `failed` is called again
+    and again: otherwise nobody would know.
     """
 
     def __init__(
@@ -93,9 +94,19 @@ class Finder:
     async def _look(self) -> None:
         while True:
             try:
-                places = await in_own_thread(self._find)
+                places = await self._places()
             except (OSError, ValueError) as error:
                 self._failed(str(error) or type(error).__name__)
             else:
                 self._found(places)
             await asyncio.sleep(self._every_seconds)
+
+    async def _places(self) -> tuple[Place, ...]:
+        """Look once, for as long as it takes: a second look would hang too, in a thread of its own."""
+        look = self._loop.create_task(in_own_thread(self._find))
+        try:
+            while not (await asyncio.wait({look}, timeout=self._every_seconds))[0]:
+                self._failed(f"no answer within {self._every_seconds:g} s")
+            return look.result()
+        finally:
+            look.cancel()

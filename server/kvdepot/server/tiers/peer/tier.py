@@ -14,6 +14,7 @@ from kvdepot.core.report import TierStatus
 from kvdepot.server.io.jobs import Probe
 from kvdepot.server.io.scout_wire import Ranked
 from kvdepot.server.platform.guard import Guard, tier_guard
+from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.storage.base import IoOutcome, ObjectName, Stored, TierListener, TierTraits
 from kvdepot.server.storage.shared_layout import PROBE, object_file
 from kvdepot.server.tiers.peer.choice import Choice
@@ -44,6 +45,7 @@ class PeerTier(SharedTier):
         self._finder: Finder | None = None
         self._seats: Seats | None = None
         self._troubled_finding = ""
+        self._finding_log = LogThrottle(context.loop.time)
         self._workers: SourceWorkers | PeerGroup
         if config.places is None:
             self._workers = self._made((config.peer.host, config.peer.port))
@@ -168,11 +170,12 @@ class PeerTier(SharedTier):
         self._workers.probe()
 
     def _found_no_places(self, why: str) -> None:
-        """Stay with the peers of before."""
-        if why != self._troubled_finding:
+        """Stay with the peers of before, and probe them as ever."""
+        if why != self._troubled_finding and self._finding_log.due(why):  # one that is slow to fail alternates
             self._log.warning("tier %s: %s: %s", self.name, self._config.path, why)
         self._troubled_finding = why
         self._start_once()
+        self._workers.probe()
 
     def _start_once(self) -> None:
         start, self._start = self._start, None
