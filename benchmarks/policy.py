@@ -57,14 +57,8 @@ from kvdepot.core.calls import (
     ReserveOutcome,
 )
 from kvdepot.core.candidate_heap import CandidateHeap
-from kvdepot.core.eviction import (
-    DEFAULT_POLICY,
-    NO_NODE,
-    USELESS,
-    EvictionPolicy,
-    policy_by_name,
-    policy_names,
-)
+from kvdepot.core.eviction import DEFAULT_POLICY, policy_by_name, policy_names
+from kvdepot.core.eviction_policy import NO_NODE, USELESS, EvictionPolicy
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec

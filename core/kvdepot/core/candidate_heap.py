@@ -41,6 +41,14 @@ class CandidateHeap:
         held = heaps.values() if groups is None else [heaps[group] for group in groups if group in heaps]
         return min((heap[0] for heap in held), key=self._score.__getitem__, default=None)
 
+    def at(self, turn: int) -> int | None:
+        """Return one of all entries, each of which has a turn below `len(self)`; None from there on. O(groups)."""
+        for heap in self._heaps.values():
+            if turn < len(heap):
+                return heap[turn]
+            turn -= len(heap)
+        return None
+
     def score(self, node: int) -> float:
         return self._score[node]
 

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.core.eviction import NO_NODE, USELESS, EvictionPolicy
+from kvdepot.core.eviction_policy import NO_NODE, USELESS, EvictionPolicy
 
 _NONE: Final = -1
 _POINTS_AT_ONCE: Final = 8

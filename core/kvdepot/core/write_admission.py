@@ -19,7 +19,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
 
-from kvdepot.core.eviction import USE_CLASSES
+from kvdepot.core.eviction_policy import USE_CLASSES
 
 DRIVE_WRITES_PER_DAY: Final = 1.0
 """What most drives for data centres are rated for: the default target."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvdepot.core.calls import EndRequestCall, Kind
-from kvdepot.core.eviction import GreedyDualSizeFrequency
+from kvdepot.core.greedy_dual import GreedyDualSizeFrequency
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.depot.tree import evicting
 

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Final, Protocol
 
 from kvdepot.core.calls import Kind
-from kvdepot.core.eviction import NO_NODE, USELESS, EvictionPolicy
+from kvdepot.core.eviction_policy import NO_NODE, USELESS, EvictionPolicy
 from kvdepot.server.depot.tree.holding import Demotion, Holding, UnionTree
 from kvdepot.server.depot.tree.index import NONE
 from kvdepot.server.depot.tree.namespaces import Namespace

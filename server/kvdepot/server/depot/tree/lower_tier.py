@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from kvdepot.core.arena import NAMESPACES_MAX
 from kvdepot.core.calls import Kind
-from kvdepot.core.eviction import EvictionPolicy
+from kvdepot.core.eviction_policy import EvictionPolicy
 from kvdepot.core.write_admission import Verdict, WriteAdmission
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.tree.evicting import Evictor

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from kvdepot.core.allocator import Extent
 from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode
-from kvdepot.core.eviction import EvictionPolicy
+from kvdepot.core.eviction_policy import EvictionPolicy
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.tree.detached import Detached
 from kvdepot.server.depot.tree.evicting import Evictor, Shortage

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from kvdepot.core.arena import NO_ROW, ArenaTables
 from kvdepot.core.calls import Kind
-from kvdepot.core.eviction import EvictionPolicy
+from kvdepot.core.eviction_policy import EvictionPolicy
 from kvdepot.core.misses import MissReason
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.tree.holding import Holding
