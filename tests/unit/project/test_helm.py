@@ -134,6 +134,17 @@ def test_who_reads_metrics_finds_the_daemon_s_pods_and_nobody_else_reaches_them(
     assert rule["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
 
+def test_the_pod_monitor_has_no_field_that_was_not_compared_with_the_operator_s_schema() -> None:
+    """It is valid for the CRD of version 0.93.0, without unknown fields. What is new here has to be compared again."""
+    monitor = only(rendered(CHART, *EVERYTHING), "PodMonitor")
+    (endpoint,) = monitor["spec"].pop("podMetricsEndpoints")
+    relabelings = endpoint.pop("relabelings")
+    assert (monitor["apiVersion"], monitor["spec"].keys()) == ("monitoring.coreos.com/v1", {"selector"})
+    assert monitor["spec"]["selector"].keys() == {"matchLabels"}
+    assert endpoint == {"port": "metrics", "path": "/metrics", "interval": "15s"}
+    assert set().union(*relabelings) == {"targetLabel", "replacement", "sourceLabels"}
+
+
 def test_peers_find_each_other_by_a_name_and_are_the_only_ones_that_reach_their_port() -> None:
     documents = rendered(CHART, *PEERS)
     labels = pod(documents)["metadata"]["labels"].items()

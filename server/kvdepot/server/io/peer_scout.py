@@ -202,8 +202,11 @@ class Scout:
         return self._columns - 1
 
     def _tell(self, message: Ranked | Told | Found, number: int = 0) -> None:
-        with self._sending:
-            self._connection.sendall(FROM_SCOUT.pack(message, number))
+        try:
+            with self._sending:
+                self._connection.sendall(FROM_SCOUT.pack(message, number))
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(0)  # the daemon has ended, or is about to end this process
 
     # The thread of a place
 

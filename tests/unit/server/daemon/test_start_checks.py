@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvdepot.server.config import arena_directory
@@ -71,7 +72,15 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         async def wait(self) -> bool:  # type: ignore[override]
             return True
 
-    monkeypatch.setattr(app.asyncio, "Event", AtOnce)  # type: ignore[attr-defined]
+    class OfTheApp:
+        """Other modules have real events: what waits for one there would not let go of the loop."""
+
+        Event = AtOnce
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(asyncio, name)
+
+    monkeypatch.setattr(app, "asyncio", OfTheApp())
     monkeypatch.setattr(app.os, "umask", lambda mask: mask)  # type: ignore[attr-defined]
     base = Path(tempfile.mkdtemp(prefix="kvd", dir="/dev/shm"))
     yield Host(base)
