@@ -140,14 +140,18 @@ def test_the_scout_ends_when_the_list_has_become_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lie", sorted(REFUSED_SUMMARIES | FAILED_SUMMARIES | TAKEN_SUMMARIES))
 def test_a_hostile_answer_costs_at_most_an_exchange(tmp_path: Path, lie: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test(sources: Sources, live: PeerLive) -> None:
+        for source in sources.each:
+            source.summaries = FAILED_SUMMARIES["not allowed"]  # who has sent a summary may say "unchanged"
         await readable(live)
         liar, honest = others(sources, live)[:2]
         liar.keys.update(name.key for name in NAMES[:4])
         honest.keys.update(name.key for name in NAMES[:6])
-        liar.summaries = (REFUSED_SUMMARIES | FAILED_SUMMARIES | TAKEN_SUMMARIES)[lie]
+        for source in sources.each:
+            source.summaries = (REFUSED_SUMMARIES | FAILED_SUMMARIES | TAKEN_SUMMARIES)[lie] if source is liar else None
         outcome = "refused" if lie in REFUSED_SUMMARIES else "failed" if lie in FAILED_SUMMARIES else "new"
-        asked = live.counts[f"peer_summaries.{outcome}"]
-        await live.until(lambda: live.counts[f"peer_summaries.{outcome}"] > asked, "it has lied")
+        asked, answered = live.counts[f"peer_summaries.{outcome}"], liar.summarized
+        lied = lambda: liar.summarized > answered and live.counts[f"peer_summaries.{outcome}"] > asked  # noqa: E731
+        await live.until(lied, "it has lied")
         await wanted(live, NAMES[:6], lambda: honest.port in members(live), "another one is still chosen")
         assert liar.port not in members(live), "it is chosen by hash alone"
         if outcome == "refused":
