@@ -53,10 +53,11 @@ class PeerNetwork(Fleet):
     def program(self, node: int) -> tuple[str, ...]:
         """Return what runs a daemon in a node, for `demo.daemon.Daemon`.
 
-        By TCP alone: else UCX would find out that all nodes are on one host, and use no network. Lookups are patient.
+        By TCP alone: else UCX would find out that all nodes are on one host, and use no network. Waits are those of
+        `tests.fakes.peer_waits`.
         """
         program = self.network.program(node)
-        return ("env", "UCX_TLS=tcp", sys.executable, "-m", "tests.fakes.patient_lookups", *program)
+        return ("env", "UCX_TLS=tcp", sys.executable, "-m", "tests.fakes.peer_waits", *program)
 
     def listening(self, node: int, *, lends: bool) -> str:
         """Return lines of the table `[daemon]` of a source."""

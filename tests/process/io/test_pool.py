@@ -267,6 +267,31 @@ def test_failures_in_a_row_take_the_path_out_of_use_until_a_probe_works(rig: IoR
     asyncio.run(run())
 
 
+def test_a_prober_from_before_a_renewal_is_given_no_jobs(rig: IoRig, tmp_path: Path) -> None:
+    """Its answer counts, but it has the settings of before: another certificate, or another lane."""
+
+    async def run() -> None:
+        elsewhere = tmp_path.with_name("elsewhere")
+        async with pool_on(rig, failures=1, failing=pooling.FAILING | {IoOutcome.GONE}) as under:
+            read = rig.read_of(rig.write(1, MIB))
+            move(tmp_path, elsewhere)
+            assert (await under.ask(read)).outcome is IoOutcome.GONE
+            await until(lambda: not under.pool.pids, "its worker has ended")
+            move(elsewhere, tmp_path)
+            probers: list[int] = []
+
+            def renewed(pid: int) -> None:
+                under.registry.made = lambda _: None
+                probers.append(pid)
+                asyncio.get_running_loop().call_soon(under.pool.renew, "")  # before it can have answered
+
+            under.registry.made = renewed
+            await until(lambda: under.pool.usable, "a probe worked")
+            await until(lambda: under.pool.pids and not set(probers) & set(under.pool.pids), "another worker serves")
+
+    asyncio.run(run())
+
+
 def test_what_is_wrong_with_objects_does_not_take_the_path_out_of_use(rig: IoRig) -> None:
     async def run() -> None:
         async with pool_on(rig) as under:

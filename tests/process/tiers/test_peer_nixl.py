@@ -156,6 +156,32 @@ def test_a_stopped_lender_costs_its_request_alone_and_nothing_arrives_late(fleet
         none_lent(source, reader)
 
 
+@pytest.mark.requirement("N3", "T3")
+def test_while_the_lender_hangs_objects_come_over_the_stream_and_the_log_says_why(fleet: Fleet) -> None:
+    """Its daemon does not hang. So the peer is of use, whatever keeps NIXL from answering: a firewall does the same."""
+    keys, spec = keys_of("hangs", 4), dense_spec("large", LARGE)
+    source = lending(fleet)
+    (lender,) = children(source.pid, LENDER)
+    with RawEngine(source.socket, spec=spec) as owner:
+        expected = _large(owner, source, keys)
+        reader = fleet.reader(port_of(source), of_tier=BORROWING, deadline=f"{patient(3.0):.0f}s")
+        workers = children(reader.pid, WORKER)
+        with RawEngine(reader.socket, spec=spec) as engine:
+            located(engine, keys)
+            stop(lender)
+            try:
+                assert engine.load(keys) is None
+                wait_until(lambda: tier_of(reader).breaker == "closed", "the peer can be asked")
+                assert served_again(engine, keys) == expected
+                assert counter(reader, "io_workers.peer-0/overdue") <= len(workers), "no further read has hung"
+            finally:
+                os.kill(lender, signal.SIGCONT)
+    assert counter(reader, "peer_loaded_bytes.peer-0/stream") == 4 * LARGE
+    assert counter(reader, "peer_loaded_bytes.peer-0/nixl") == 0
+    assert "objects come over stream: the last read over NIXL had no answer in time" in reader.log
+    none_lent(source, reader)
+
+
 @pytest.mark.requirement("N3")
 @pytest.mark.parametrize("ended", ["lender", "daemon"])
 def test_a_source_that_was_killed_serves_again(fleet: Fleet, ended: str) -> None:

@@ -356,7 +356,7 @@ def test_the_first_lookup_of_a_conversation_that_moved_finds_it_in_another_daemo
     file.write_text("".join(f"127.0.0.1:{port}\n" for port in ports))
     reader = fleet.reader(
         url=f"file://{file}", ram="1GiB", of_tier="io_workers = 1\npeers_max = 1\n", deadline="20s",
-        under=("tests.fakes.patient_lookups",),
+        under=("tests.fakes.peer_waits",),
     )  # fmt: skip
     wait_until(
         lambda: status_of(reader.socket).counters.get("peer_summaries.peer-0/new", 0.0) >= 3, "all have summaries"

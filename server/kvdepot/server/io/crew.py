@@ -150,8 +150,8 @@ class Crew:
             worker.death_timer = self._loop.call_later(HANG_SECONDS, self._abandoned, worker)
 
     def retire(self) -> None:
-        """Give the serving workers no more jobs. Idle ones are killed at once."""
-        for worker in tuple(self.serving):
+        """Give no more jobs to workers of before. Idle ones are killed at once. A prober answers, and ends."""
+        for worker in (*self.serving, *((self.prober,) if self.prober is not None else ())):
             if worker.inflight:
                 self.leave(worker)
             else:

@@ -313,6 +313,7 @@ class PeerSettings:
     names: tuple[str, ...]  # of the certificates that count as this peer's
     timeout_seconds: float  # of one step
     lane: Lane = Lane.STREAM
+    no_nixl: str = ""  # why objects come over the stream for now, if the lane is NIXL
 
     def pack(self) -> str:
         return json.dumps(asdict(self))

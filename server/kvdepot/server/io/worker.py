@@ -99,8 +99,8 @@ def _peers(packed: str, arena: ArenaPages | None) -> Callable[[str], Context]:
     import_module("kvdepot.server.io.peer_objects")  # `perform` needs it: here, no lookup waits for the import
     settings = PeerSettings.unpack(packed)
     nixl: NixlLink | None = None
-    why = ""
-    if settings.lane is Lane.NIXL and arena is not None:
+    why = settings.no_nixl
+    if settings.lane is Lane.NIXL and not why and arena is not None:
         from kvdepot.server.io.nixl_agent import NixlError, ReadingAgent
 
         try:

@@ -1,4 +1,4 @@
-"""How long to wait before a process that failed is started again."""
+"""How long to wait before what failed is tried again: the start of a process, in general."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ STABLE_SECONDS: Final = 10.0
 
 
 class Backoff:
-    """Pauses that double from SECONDS_MIN to SECONDS_MAX."""
+    """Pauses that double from the least to the most."""
 
-    def __init__(self) -> None:
-        self._seconds = SECONDS_MIN
+    def __init__(self, seconds_min: float = SECONDS_MIN, seconds_max: float = SECONDS_MAX) -> None:
+        self._seconds_min = seconds_min
+        self._seconds_max = seconds_max
+        self._seconds = seconds_min
 
     def ran(self, seconds: float) -> None:
         """Note how long a process ran that has ended."""
         if seconds > STABLE_SECONDS:
-            self._seconds = SECONDS_MIN
+            self._seconds = self._seconds_min
 
     def next_seconds(self) -> float:
         """Return the pause from now. The one after it is twice as long."""
-        seconds, self._seconds = self._seconds, min(2 * self._seconds, SECONDS_MAX)
+        seconds, self._seconds = self._seconds, min(2 * self._seconds, self._seconds_max)
         return seconds

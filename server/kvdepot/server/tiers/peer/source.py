@@ -14,6 +14,7 @@ from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, Probe
 from kvdepot.server.io.peer_wire import Lane, PeerSettings
 from kvdepot.server.io.pool import IoPool
 from kvdepot.server.platform.addresses import TCP, url_address
+from kvdepot.server.platform.backoff import Backoff
 from kvdepot.server.storage.base import IoOutcome, Loan
 from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.peer.figures import PeerFigures
@@ -28,6 +29,10 @@ def path_of(place: Place) -> Path:
 
 SETTLE_SECONDS: Final = 60.0
 """After a start, a source has its objects only once it has verified them."""
+NIXL_SECONDS_MIN: Final = 60.0
+NIXL_SECONDS_MAX: Final = 3600.0
+"""After a read over NIXL without an answer, objects come over the stream for so long: twice as long each time."""
+LATE: Final = "the last read over NIXL had no answer in time"
 
 
 class SourceWorkers(PassedWorkers):
@@ -37,6 +42,9 @@ class SourceWorkers(PassedWorkers):
     absent there.
 
     Counts `peer_loaded_bytes.` and the lane. The log says when another lane is used.
+
+    A read over NIXL that hangs costs its request the deadline. The cause may stay: a process that lends and hangs, or a
+    firewall that drops what UCX sends. So the stream serves for a while.
     """
 
     def __init__(
@@ -55,6 +63,8 @@ class SourceWorkers(PassedWorkers):
         self._settles_until = -inf
         self._probed = False  # a probe has no answer yet
         self._lane = ""
+        self._nixl_at = inf  # it is tried again
+        self._nixl_backoff = Backoff(NIXL_SECONDS_MIN, NIXL_SECONDS_MAX)
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
         def answered(answer: Answer) -> None:
@@ -64,8 +74,12 @@ class SourceWorkers(PassedWorkers):
                 self._note(answer.lane)
                 if isinstance(job, ReadFile):
                     self._count(f"peer_loaded_bytes.{answer.lane.partition(':')[0]}", answer.stored_bytes)
+            if isinstance(job, ReadFile):
+                self._choose_lane(answer)
             done(self._settled(answer))
 
+        if self._clock() >= self._nixl_at:
+            self._use_nixl()
         self.figures.asked(job)
         super().submit(job, priority=priority, done=answered, loan=loan)
 
@@ -125,8 +139,27 @@ class SourceWorkers(PassedWorkers):
 
     def use_names(self, names: tuple[str, ...]) -> None:
         """Accept certificates with these names from now on. Workers of before finish their jobs."""
-        self._peer = replace(self._peer, names=names)
-        self._pool.renew("", self._peer.pack())
+        self._renew(replace(self._peer, names=names))
+
+    def _renew(self, peer: PeerSettings) -> None:
+        self._peer = peer
+        self._pool.renew("", peer.pack())
+
+    # Lanes
+
+    def _choose_lane(self, answer: Answer) -> None:
+        """Read over the stream after a read over NIXL without an answer."""
+        if answer.lane == Lane.NIXL:
+            self._nixl_backoff.ran(inf)
+        over_nixl = self._peer.lane is Lane.NIXL and not self._peer.no_nixl and not self._lane.startswith(Lane.STREAM)
+        if answer.outcome is IoOutcome.TIMEOUT and over_nixl:
+            self._nixl_at = self._clock() + self._nixl_backoff.next_seconds()
+            self._renew(replace(self._peer, no_nixl=LATE))
+
+    def _use_nixl(self) -> None:
+        self._nixl_at = inf
+        self._lane = ""
+        self._renew(replace(self._peer, no_nixl=""))
 
     def _note(self, lane: str) -> None:
         if lane != self._lane and (self._lane or lane != Lane.STREAM):

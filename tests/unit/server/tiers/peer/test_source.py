@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from kvdepot.server.io.breaker import Breaker
-from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, StatFiles
-from kvdepot.server.io.peer_wire import PeerSettings
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Job, Priority, ReadFile, StatFiles
+from kvdepot.server.io.peer_wire import Lane, PeerSettings
 from kvdepot.server.storage.base import IoOutcome, Loan
-from kvdepot.server.tiers.peer.source import SETTLE_SECONDS, SourceWorkers
+from kvdepot.server.tiers.conformance_harness import name_of
+from kvdepot.server.tiers.peer.source import (
+    LATE,
+    NIXL_SECONDS_MAX,
+    NIXL_SECONDS_MIN,
+    SETTLE_SECONDS,
+    SourceWorkers,
+)
 
 LOOKUP = StatFiles(("x", "y"))
+READ = ReadFile("x", name_of(1), None, "")
 FAILED = Answer(IoOutcome.IO_ERROR)
 
 
@@ -22,21 +32,25 @@ class Pool:
         self.breaker = Breaker(failures_max=1, probe_every_seconds=1.0, clock=lambda: 0.0)
         self.usable = True
         self.jobs: list[Callable[[Answer], None]] = []
+        self.renewed: list[PeerSettings] = []
+
+    def renew(self, guard: str, peer: str) -> None:
+        assert not guard
+        self.renewed.append(PeerSettings.unpack(peer))
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
         self.jobs.append(done)
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane = Lane.STREAM) -> None:
         self.pool = Pool()
         self.now = 1000.0
         self.returns: list[float] = []
         pool: Any = self.pool
-        log: Any = None
         self.workers = SourceWorkers(
-            pool, PeerSettings("10.0.0.1", 7448, "c", "k", "a", ("DNS:a",), 6.0), log=log, count=lambda *_: None,
-            clock=lambda: self.now, returned=self._returned,
+            pool, PeerSettings("10.0.0.1", 7448, "c", "k", "a", ("DNS:a",), 6.0, lane), log=logging.getLogger("peer"),
+            count=lambda *_: None, clock=lambda: self.now, returned=self._returned,
         )  # fmt: skip
 
     def _returned(self) -> None:
@@ -48,6 +62,15 @@ class World:
         self.workers.submit(LOOKUP, priority=Priority.LOAD, done=answers.append)
         self.pool.jobs.pop()(answer)
         return answers[0].lengths
+
+    def read(self, outcome: IoOutcome, lane: str = "") -> None:
+        self.workers.submit(READ, priority=Priority.LOAD, done=lambda _: None)
+        self.pool.jobs.pop()(Answer(outcome, lane=lane))
+
+    def renewals(self) -> list[str]:
+        """Return why no NIXL is used, for each renewal since the last call."""
+        renewed, self.pool.renewed = self.pool.renewed, []
+        return [one.no_nixl for one in renewed]
 
     def has(self, *lengths: int, source_id: int = 9) -> tuple[int, ...]:
         return self.look_up(Answer(IoOutcome.OK, lengths=lengths, source_id=source_id))
@@ -93,3 +116,56 @@ def test_a_peer_is_probed_once_at_a_time_while_it_is_new_or_failed_last() -> Non
     assert not world.workers.probe(works.append), "its breaker probes it"
     world.pool.usable = True
     assert world.workers.probe(works.append)
+
+
+# Lanes
+
+
+def test_after_a_read_over_nixl_that_hangs_objects_come_over_the_stream_for_longer_each_time() -> None:
+    world, seconds = World(Lane.NIXL), NIXL_SECONDS_MIN
+    for _ in range(10):
+        world.read(IoOutcome.TIMEOUT)
+        world.read(IoOutcome.TIMEOUT)  # it had begun before
+        assert world.renewals() == [LATE]
+        world.read(IoOutcome.OK, f"{Lane.STREAM}: {LATE}")
+        world.read(IoOutcome.TIMEOUT)  # over the stream
+        world.now += seconds - 1
+        world.has(5)
+        assert not world.renewals()
+        world.now += 1
+        world.has(5)
+        assert world.renewals() == [""]
+        seconds = min(2 * seconds, NIXL_SECONDS_MAX)
+    world.read(IoOutcome.OK, Lane.NIXL)
+    world.read(IoOutcome.TIMEOUT)
+    world.now += NIXL_SECONDS_MIN
+    world.has(5)
+    assert world.renewals() == [LATE, ""], "it has worked since"
+
+
+@pytest.mark.parametrize(
+    ("lane", "outcome", "used"),
+    [
+        (Lane.STREAM, IoOutcome.TIMEOUT, Lane.STREAM),
+        (Lane.NIXL, IoOutcome.TIMEOUT, f"{Lane.STREAM}: the peer lends nothing over NIXL"),
+        (Lane.NIXL, IoOutcome.IO_ERROR, Lane.NIXL),
+    ],
+)
+def test_the_lane_stays_after_what_does_not_speak_against_nixl(lane: Lane, outcome: IoOutcome, used: str) -> None:
+    world = World(lane)
+    world.read(IoOutcome.OK, used)
+    world.read(outcome)
+    assert not world.renewals()
+
+
+def test_a_lookup_that_hangs_does_not_speak_against_nixl() -> None:
+    world = World(Lane.NIXL)
+    world.look_up(Answer(IoOutcome.TIMEOUT))
+    assert not world.renewals()
+
+
+def test_a_peer_with_other_names_keeps_its_lane() -> None:
+    world = World(Lane.NIXL)
+    world.read(IoOutcome.TIMEOUT)
+    world.workers.use_names(("DNS:b",))
+    assert world.renewals() == [LATE, LATE]
