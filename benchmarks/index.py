@@ -1,5 +1,7 @@
 """The daemon's index at 1,000,000 objects: time of an acquire of 1,000, memory per object, collector pauses.
 
+`find_tiers` is what an engine with KV events asks about a part of its announced chunks, here random ones.
+
 The daemon's own engine over arena tables of its own, without sockets. Keys are random.
 Prompts are paths of a forest, written depth first: a trunk of 500 chunks shared by six
 branches of 500. An acquire names the 1,000 chunks of one path; encoding and decoding on
@@ -29,7 +31,9 @@ from kvdepot.core.calls import (
     CommitItem,
     CommitOutcome,
     EndRequestCall,
+    FindTiersCall,
     Kind,
+    Nearest,
     ReleaseCall,
     ReserveCall,
     ReserveOutcome,
@@ -47,6 +51,7 @@ TRUNK, BRANCH, BRANCHES = 500, 500, 6
 TREE = TRUNK + BRANCHES * BRANCH
 OBJECT_BYTES = 4096
 CHUNK_TOKENS = 16
+FOUND_AT_ONCE = 2048
 
 
 class Index:
@@ -154,6 +159,20 @@ def acquires(index: Index, trees: list[bytes], calls: int, rng: random.Random) -
     return seconds
 
 
+def finds(index: Index, trees: list[bytes], calls: int, rng: random.Random) -> list[float]:
+    method = BY_CALL[FindTiersCall]
+    seconds = []
+    for _ in range(calls):
+        places = (rng.randrange(TREE) * 16 for _ in range(FOUND_AT_ONCE))
+        keys = b"".join(rng.choice(trees)[at : at + 16] for at in places)
+        start = time.perf_counter()
+        call = method.call.encode(FindTiersCall(index.session, index.namespace, keys)).SerializeToString()
+        reply = method.reply.encode(index.engine.find_tiers(method.call.parse(call))).SerializeToString()
+        assert set(method.reply.parse(reply).tiers) == {Nearest.RAM}
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
 def main() -> None:
     parser = arguments("The index at 1,000,000 objects.")
     parser.add_argument("--objects", type=int, default=1_000_000)
@@ -174,11 +193,13 @@ def main() -> None:
     grown = resident_bytes() - before
     objects = index.engine.status().tier.objects
     seconds = acquires(index, trees, options.calls, rng)
+    found_seconds = finds(index, trees, options.calls, rng)
     report = Report("index: 1,000,000 objects")
     report.note("seed", seed)
     report.figure("objects", objects, "")
     report.figure("acquire_1000_p50_ms", median(seconds) * 1e3, "ms", at_most=3.0)
     report.figure("acquire_1000_p99_ms", sorted(seconds)[int(len(seconds) * 0.99)] * 1e3, "ms")
+    report.figure(f"find_tiers_{FOUND_AT_ONCE}_p50_ms", median(found_seconds) * 1e3, "ms")
     report.figure("bytes_per_object", grown / objects, "bytes", at_most=300.0)
     report.figure("gc_pause_ms_max", max(pauses.seconds, default=0.0) * 1e3, "ms", at_most=5.0)
     report.note("gc_runs", len(pauses.seconds))

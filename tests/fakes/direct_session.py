@@ -29,6 +29,7 @@ from kvdepot.core.calls import (
     CommitItem,
     DeclareCall,
     EndRequestCall,
+    FindTiersCall,
     LocateCall,
     ReleaseCall,
     RequestEnd,
@@ -242,7 +243,7 @@ class DirectSession:
         values = {field: getattr(call, field) for field in type(call).__dataclass_fields__}
         call = type(call)(**{**values, "session": self._token})
         if later is None:
-            return engine.reserve(call)
+            return engine.find_tiers(call) if isinstance(call, FindTiersCall) else engine.reserve(call)
         replies: list[Any] = []
         later(call, replies.append)
         (reply,) = replies  # at once: there is no tier below RAM

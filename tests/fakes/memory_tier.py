@@ -105,6 +105,7 @@ class MemoryTier:
         self.writable = False
         self.budget_spent = False
         self.opens_at_start = True
+        self.state = "opening"  # until it opens
         self.late: list[Job] = []  # answered TIMEOUT, and still in a worker's hands
         self.capacity_bytes = capacity_bytes
         self._arena = arena
@@ -200,7 +201,7 @@ class MemoryTier:
 
     def status(self) -> TierStatus:
         works = "ready" if self.readable and self.writable else "degraded"
-        state = works if self._worker >= 0 else "opening"
+        state = works if self._worker >= 0 else self.state
         return TierStatus(self.name, "memory", self.capacity_bytes, self.capacity_bytes, self._used, state=state)
 
     # The test's part

@@ -29,6 +29,7 @@ from kvdepot.core.calls import (
     CommitItem,
     DeclareCall,
     EndRequestCall,
+    FindTiersCall,
     Kind,
     LocateCall,
     ReleaseCall,
@@ -248,6 +249,7 @@ def _honest(engine: RawEngine, tenant: str, random: Random) -> dict[str, Any]:
     calls = (
         DeclareCall(session, (lease,)),
         LocateCall(session, namespace, joined, 1 << 30, "r", 1.0, 0.0),
+        FindTiersCall(session, namespace, joined),
         AcquireCall(session, lease, namespace, joined, kinds, "r"),
         ReleaseCall(session, (lease,)),
         ReserveCall(

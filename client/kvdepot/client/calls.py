@@ -1,8 +1,8 @@
-"""The engine's calls in flight: Locate, Acquire and Reserve, from `submit` to the answer or the deadline.
+"""The engine's calls in flight: Locate, FindTiers, Acquire and Reserve, from `submit` to the answer or the deadline.
 
     submitted --sent--> in flight --answered--> completed
         |                  | ^
-        | not attached     +-+ repeated once: the reply was lost, and time is left (not Locate)
+        | not attached     +-+ repeated once: the reply was lost, and time is left (Acquire, Reserve)
         v                  +--deadline, refusal, closed--> failed, and its lease is ended
       failed: the daemon cannot have seen it, and there is no lease to end
 
@@ -22,6 +22,7 @@ from kvdepot.core.calls import (
     AcquireCall,
     AcquireOutcome,
     AcquireReply,
+    FindTiersCall,
     LocateCall,
     LocateReply,
     ReserveCall,
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from kvdepot.client.outbox import Outbox
     from kvdepot.client.transports.control import Answer
 
-Call = LocateCall | AcquireCall | ReserveCall
+LeaseCall = AcquireCall | ReserveCall
+"""Makes a lease. It is repeated once with the same lease id, because its reply may be lost."""
+Call = LocateCall | FindTiersCall | LeaseCall
 
 CALLS_IN_FLIGHT_MAX: Final = 256
 RETRY_FIRST_SECONDS: Final = 0.02
@@ -127,7 +130,7 @@ class EngineCalls:
         self._loop.count("calls")
         number = self._current = next(self._numbers)
         self._pending[number] = _Pending(call, deadline, done, then)
-        if not isinstance(call, LocateCall):
+        if isinstance(call, LeaseCall):
             self._leases.ask(call.lease_id)
         if not self._loop.attached:
             self._not_sent(number, "not_attached", self._loop.refusal or "no daemon answers")
@@ -164,7 +167,7 @@ class EngineCalls:
     def _not_sent(self, number: int, code: str, message: str) -> None:
         """Fail a call that the daemon cannot have seen, so there is no lease to end."""
         pending = self._pending.pop(number)
-        if not isinstance(pending.call, LocateCall):
+        if isinstance(pending.call, LeaseCall):
             self._loop.lease_ended(pending.call.lease_id)
         self._loop.count(code)
         self._loop.complete(pending.done, CallFailure(FailureReason.UNAVAILABLE, code, message))
@@ -181,7 +184,7 @@ class EngineCalls:
             return
         pending.attempts += 1
         # The first attempt gets half of the time, so that a call with a lost reply can be repeated.
-        repeatable = pending.attempts == 1 and not isinstance(pending.call, LocateCall)
+        repeatable = pending.attempts == 1 and isinstance(pending.call, LeaseCall)
         timeout_seconds = max(left / 2 if repeatable else left, REPEAT_SECONDS_MIN)
         call = replace(pending.call, session=token)
         self._loop.call(call, lambda answer: self._answered(number, answer), timeout_seconds)
@@ -195,7 +198,7 @@ class EngineCalls:
         if isinstance(answer, CallFailure):
             left = pending.deadline - self._clock()
             lost = answer.reason in (FailureReason.DEADLINE, FailureReason.UNAVAILABLE)
-            if lost and left > REPEAT_SECONDS_MIN and not isinstance(pending.call, LocateCall):
+            if lost and left > REPEAT_SECONDS_MIN and isinstance(pending.call, LeaseCall):
                 self._loop.count("repeated")
                 pause = 0.0 if answer.reason is FailureReason.DEADLINE else min(RETRY_FIRST_SECONDS, left / 2)
                 self._loop.after(pause, lambda: self._attempt(number))

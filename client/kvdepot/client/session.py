@@ -11,13 +11,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvdepot.client.attachment import Attachment, EngineProcess, Miss
-from kvdepot.client.calls import Call, ChainedAcquire
+from kvdepot.client.calls import Call, ChainedAcquire, LeaseCall
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.leases import LEASE_BITS, LeaseIds
 from kvdepot.client.session_loop import CONFIRM_SECONDS_MAX, Completion, LoopState, SessionLoop
 from kvdepot.core.calls import (
     AcquireReply,
-    LocateCall,
+    FindTiersReply,
     LocateReply,
     RequestEnd,
     ReserveReply,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
-Reply = LocateReply | AcquireReply | ReserveReply
+Reply = LocateReply | FindTiersReply | AcquireReply | ReserveReply
 Done = Callable[[Reply | CallFailure], None]
 CommitDone = Callable[[bytes], None]
 
@@ -163,7 +163,7 @@ class DepotSession:
         return self._lease_ids.draw()
 
     def submit(self, call: Call, timeout_seconds: float, done: Done, then: ChainedAcquire | None = None) -> None:
-        """Start a Locate, Acquire or Reserve; `done` gets the reply or a CallFailure within the timeout, in `poll`.
+        """Start a call; `done` gets the reply or a CallFailure within the timeout, in `poll`.
 
         `then`: the Acquire that a Locate's answer may lead to at once; see `cancel`.
 
@@ -171,7 +171,7 @@ class DepotSession:
         After a failure its lease is ended here: the caller owes nothing for it. The same
         holds for a reply that grants nothing.
         """
-        if not isinstance(call, LocateCall):
+        if isinstance(call, LeaseCall):
             self._leases_asked += 1
             if self.open_leases > self._open_leases_max:
                 self._leases_asked -= 1

@@ -87,6 +87,15 @@ class CommitOutcome(IntEnum):
     NO_PARENT = 4  # its parent is not resident
 
 
+class Nearest(IntEnum):
+    """Where the daemon has the attention of a chunk. Of two tiers, the nearer one has the smaller number."""
+
+    ABSENT = 0  # not in the index: lost, or never stored; a shared tier may have it
+    RAM = 1
+    BELOW_RAM = 2  # in a tier below
+    UNKNOWN = 3  # a disk that has not opened yet may have it, or it is in RAM and waits for that disk
+
+
 Extents = Annotated[bytes, Packed(8 * EXTENT_WORDS, limits.FRAGMENTS_PER_REPLY_MAX)]
 Checksums = Annotated[bytes, Packed(CHECKSUM_BYTES, limits.OBJECTS_PER_LEASE_MAX)]
 ObjectKeys = Annotated[bytes, Packed(KEY_BYTES, limits.OBJECTS_PER_LEASE_MAX)]
@@ -168,6 +177,22 @@ class LocateReply:
     estimate_seconds: Seconds = 0.0  # until all of the boundary's objects are in RAM, if they are acquired now
     miss: Reason = ""  # a `core.misses.MissReason`: why it is 0
     source_tier: Reason = ""  # the tier of kind `peer` that `source_id` selects; empty: none
+
+
+@dataclass(frozen=True, slots=True)
+class FindTiersCall:
+    """Asks where the attention of chunks is now. It counts as no lookup, and nothing is read or kept because of it."""
+
+    session: SessionToken
+    namespace_id: NamespaceId
+    keys: Annotated[bytes, Packed(KEY_BYTES, limits.KEYS_PER_CALL_MAX)]  # of any chunks, in any order
+
+
+@dataclass(frozen=True, slots=True)
+class FindTiersReply:
+    """One place a key."""
+
+    tiers: Annotated[bytes, OneOf(bytes(Nearest), limits.KEYS_PER_CALL_MAX)]
 
 
 @dataclass(frozen=True, slots=True)

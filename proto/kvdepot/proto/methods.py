@@ -76,6 +76,7 @@ DEPOT: Final[Mapping[str, Method[Any, Any]]] = _service(
     ("Commit", calls.CommitCall, calls.CommitReply),
     ("Abandon", calls.AbandonCall, calls.Confirmed),
     ("EndRequest", calls.EndRequestCall, calls.Confirmed),
+    ("FindTiers", calls.FindTiersCall, calls.FindTiersReply),
 )
 OPERATOR: Final[Mapping[str, Method[Any, Any]]] = _service(
     pb.DESCRIPTOR.services_by_name["Operator"],

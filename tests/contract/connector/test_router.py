@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvdepot.client.vllm.scheduling import tier_checks
+from kvdepot.core.calls import FindTiersCall, FindTiersReply, Nearest
+from kvdepot.server.depot.depot import Depot
 from vllm.distributed.kv_events import BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -24,6 +28,7 @@ from tests.rigs.patience import wait_until
 
 pytestmark = NEEDS_ROUTER
 NOTHING = Blocks(0, 0, 0)
+_PLACES = {"R": Nearest.RAM, "B": Nearest.BELOW_RAM, "A": Nearest.ABSENT}
 
 
 @pytest.fixture
@@ -80,6 +85,45 @@ def test_the_daemons_blocks_outlive_those_of_the_engine(make: Make, router: Dyna
     assert engine.generate(tokens) == cold(tokens)
     assert engine.side.counters["loaded_tokens"] == 6 * BLOCK, "the router was right"
     router.wait(Blocks(6, 0, 0), tokens)
+
+
+def test_the_daemons_blocks_outlive_a_reset_of_the_engines_cache(make: Make, router: DynamoRouter) -> None:
+    """The event of a reset makes the router forget all blocks of the engine, also those of the daemon."""
+    engine = make(events=True)
+    router.follow(engine)
+    tokens = prompt(6.5)
+    engine.generate(tokens)
+    router.wait(Blocks(6, 0, 0), tokens)
+    engine.reset()
+    engine.generate(prompt(0.5, seed=1))  # too short to be stored: it makes the engine step
+    router.wait(Blocks(0, 6, 0), tokens)
+
+
+def test_the_router_follows_what_the_daemon_moves_and_loses(
+    make: Make, router: DynamoRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the end of a prompt is in RAM and its beginning is not: this router never goes back to RAM."""
+    monkeypatch.setattr(tier_checks, "ROUND_SECONDS", 0.0)
+    engine = make(events=True)
+    router.follow(engine, outside_only=True)
+    tokens = prompt(6.5)
+    engine.generate(tokens)
+    router.wait(Blocks(0, 6, 0), tokens)
+    order = sorted(engine.side.events.announced.items(), key=lambda one: one[1].blocks.number)
+    for places, expected in (
+        ("RRRRBB", Blocks(0, 4, 2)),
+        ("BRRRBB", Blocks(0, 0, 6)),
+        ("RRRRRB", Blocks(0, 5, 1)),
+        ("RRRAAA", Blocks(0, 3, 0)),
+    ):
+        tiers = {key: _PLACES[place] for (key, _), place in zip(order, places, strict=True)}
+        monkeypatch.setattr(Depot, "find_tiers", partial(_find_tiers, tiers))
+        engine.generate(prompt(0.5, seed=1))
+        router.wait(expected, tokens)
+
+
+def _find_tiers(tiers: dict[bytes, Nearest], call: FindTiersCall) -> FindTiersReply:
+    return FindTiersReply(bytes(tiers[call.keys[at : at + 16]] for at in range(0, len(call.keys), 16)))
 
 
 def test_a_request_goes_to_the_engine_that_can_load_its_prompt(make: Make, router: DynamoRouter) -> None:

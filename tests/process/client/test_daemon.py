@@ -25,8 +25,11 @@ from kvdepot.core.calls import (
     AcquireOutcome,
     AcquireReply,
     CommitOutcome,
+    FindTiersCall,
+    FindTiersReply,
     LocateCall,
     LocateReply,
+    Nearest,
     ReserveOutcome,
     ReserveReply,
 )
@@ -99,6 +102,20 @@ def test_without_a_daemon_calls_fail_at_once_and_a_late_daemon_is_found(
         client.wait_nothing_owed()
     finally:
         client.close()
+
+
+@pytest.mark.requirement("P10")
+def test_a_session_asks_where_chunks_are(daemon: DaemonProcess) -> None:
+    daemon.start()
+    with EngineClient(daemon.endpoint) as client:
+        keys = store(client, "placed")
+        answer = client.call(FindTiersCall(b"", client.namespace, b"".join([*keys, bytes(16)])))
+        assert answer == FindTiersReply(bytes([Nearest.RAM] * COUNT + [Nearest.ABSENT]))
+        assert client.session.open_leases == 0
+        daemon.kill()
+        wait_until(lambda: not client.session.attached, "the loss is noticed")
+        failed = client.call(FindTiersCall(b"", client.namespace, keys[0]))
+        assert isinstance(failed, CallFailure) and failed.reason is FailureReason.UNAVAILABLE
 
 
 @pytest.mark.requirement("I8")

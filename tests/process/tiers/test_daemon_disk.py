@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from kvdepot.client.failures import CallFailure
-from kvdepot.core.calls import AcquireOutcome, Kind, ReserveReply
+from kvdepot.core.calls import AcquireOutcome, FindTiersCall, FindTiersReply, Kind, Nearest, ReserveReply
+from kvdepot.proto.methods import decode_reply, encode
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
@@ -50,6 +51,30 @@ def test_objects_survive_a_reboot_and_come_back_verified(directory: Path, kill: 
             assert ram(engine).objects == 12
             assert engine.load(keys) is not None
             assert engine.counter("tier_reads.nvme/ok") == 12, "RAM has them now"
+
+
+@pytest.mark.requirement("P10")
+def test_the_daemon_says_which_chunks_only_the_disk_has(directory: Path) -> None:
+    def nearest(engine: RawEngine) -> list[int]:
+        call = FindTiersCall(engine.session, engine.namespace, b"".join([*keys, *keys_of("never stored", 1)]))
+        reply = decode_reply(FindTiersCall, engine.stub.FindTiers(encode(call), timeout=patient(10.0)))
+        assert isinstance(reply, FindTiersReply)
+        return list(reply.tiers)
+
+    keys = keys_of("places", 6)
+    with daemon(directory) as node:
+        with RawEngine(node.socket) as engine:
+            wait_ready(engine)
+            engine.store(keys)
+            wait_written(engine, 6)
+            assert nearest(engine) == [Nearest.RAM] * 6 + [Nearest.ABSENT]
+        reboot(node)
+        with RawEngine(node.socket) as engine:
+            wait_ready(engine)
+            assert nearest(engine) == [Nearest.BELOW_RAM] * 6 + [Nearest.ABSENT]
+            assert engine.load(keys[:2]) is not None
+            assert nearest(engine) == [Nearest.RAM] * 2 + [Nearest.BELOW_RAM] * 4 + [Nearest.ABSENT]
+            assert engine.counter("locates") == engine.counter("misses.unknown") == 0, "it is no lookup"
 
 
 def counters(engine: RawEngine) -> Mapping[str, float]:

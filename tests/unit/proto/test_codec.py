@@ -53,7 +53,9 @@ def _packed(count: int, entry_bytes: int) -> st.SearchStrategy[bytes]:
     return st.binary(min_size=count * entry_bytes, max_size=count * entry_bytes)
 
 
-def _of(enum: type[calls.Kind | calls.ReserveOutcome | calls.CommitOutcome], count: int) -> st.SearchStrategy[bytes]:
+def _of(
+    enum: type[calls.Kind | calls.ReserveOutcome | calls.CommitOutcome | calls.Nearest], count: int
+) -> st.SearchStrategy[bytes]:
     return st.lists(st.sampled_from(list(enum)), min_size=count, max_size=count).map(bytes)
 
 
@@ -112,6 +114,8 @@ _ROUND_TRIPS: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (DEPOT["Commit"].reply, _COMMIT_REPLY),
     (DEPOT["Abandon"].call, st.builds(calls.AbandonCall, _TOKEN, _ITEMS)),
     (DEPOT["EndRequest"].call, st.builds(calls.EndRequestCall, _TOKEN, _TEXT, _END)),
+    (DEPOT["FindTiers"].call, st.builds(calls.FindTiersCall, _TOKEN, _TOKEN, _packed(3, 16))),
+    (DEPOT["FindTiers"].reply, st.builds(calls.FindTiersReply, _of(calls.Nearest, 3))),
     (DEPOT["Declare"].call, st.builds(calls.DeclareCall, _TOKEN, _LEASES)),
     (DEPOT["Declare"].reply, st.builds(calls.DeclareReply, _LEASES, _U32)),
     (DEPOT["GetCapabilities"].call, st.builds(calls.GetCapabilitiesCall, _U32, _U32, _TEXT)),
@@ -295,7 +299,7 @@ def test_the_table_has_every_method_of_the_service_once(
 def test_the_numbers_of_methods_on_a_call_socket_never_change() -> None:
     assert {name: method.number for name, method in DEPOT.items()} == {
         "GetCapabilities": 1, "RegisterNamespace": 2, "Declare": 3, "Locate": 4, "Acquire": 5, "Release": 6,
-        "Reserve": 7, "Commit": 8, "Abandon": 9, "EndRequest": 10,
+        "Reserve": 7, "Commit": 8, "Abandon": 9, "EndRequest": 10, "FindTiers": 11,
     }  # fmt: skip
 
 

@@ -915,6 +915,43 @@ class EndRequestResponse(google.protobuf.message.Message):
 global___EndRequestResponse = EndRequestResponse
 
 @typing.final
+class FindTiersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    session: builtins.bytes
+    namespace_id: builtins.bytes
+    keys: builtins.bytes
+    def __init__(
+        self,
+        *,
+        session: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
+        keys: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace_id", b"namespace_id", "session", b"session"]) -> None: ...
+
+global___FindTiersRequest = FindTiersRequest
+
+@typing.final
+class FindTiersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    tiers: builtins.bytes
+    """one byte a key"""
+    def __init__(
+        self,
+        *,
+        tiers: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tiers", b"tiers"]) -> None: ...
+
+global___FindTiersResponse = FindTiersResponse
+
+@typing.final
 class GetStatusRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

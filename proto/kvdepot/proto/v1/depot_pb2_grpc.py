@@ -86,6 +86,11 @@ class DepotStub(object):
                 request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.EndRequestRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.EndRequestResponse.FromString,
                 _registered_method=True)
+        self.FindTiers = channel.unary_unary(
+                '/kvdepot.v1.Depot/FindTiers',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.FindTiersRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.FindTiersResponse.FromString,
+                _registered_method=True)
 
 
 class DepotServicer(object):
@@ -153,6 +158,12 @@ class DepotServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindTiers(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DepotServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -205,6 +216,11 @@ def add_DepotServicer_to_server(servicer, server):
                     servicer.EndRequest,
                     request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.EndRequestRequest.FromString,
                     response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.EndRequestResponse.SerializeToString,
+            ),
+            'FindTiers': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindTiers,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.FindTiersRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.FindTiersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -479,6 +495,33 @@ class Depot(object):
             '/kvdepot.v1.Depot/EndRequest',
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.EndRequestRequest.SerializeToString,
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.EndRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindTiers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.Depot/FindTiers',
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.FindTiersRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.FindTiersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,8 @@ from kvdepot.core.calls import (
     DeclareCall,
     DeclareReply,
     EndRequestCall,
+    FindTiersCall,
+    FindTiersReply,
     LocateCall,
     LocateReply,
     ReleaseCall,
@@ -162,6 +164,10 @@ class Depot(Assembly):
     def answer_locates(self) -> None:
         """Answer the Locates that have waited for long enough. `tick` does so too."""
         self._locates.tick()
+
+    def find_tiers(self, call: FindTiersCall) -> FindTiersReply:
+        namespace = _namespace(self._sessions.of(call.session), call.namespace_id)
+        return FindTiersReply(self._locates.nearest(namespace, call.keys).tobytes())
 
     def acquire(self, call: AcquireCall, answer: Answer) -> None:
         """Call `answer` once: before this returns, or when a lower tier has been read, or the lease has ended.

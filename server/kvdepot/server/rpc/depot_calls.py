@@ -19,6 +19,8 @@ from kvdepot.core.calls import (
     Confirmed,
     DeclareCall,
     EndRequestCall,
+    FindTiersCall,
+    FindTiersReply,
     GetCapabilitiesCall,
     LocateCall,
     ReleaseCall,
@@ -107,6 +109,7 @@ class DepotCalls:
             "RegisterNamespace": self._register_namespace,
             "Reserve": self._reserve,
             "EndRequest": self._end_request,
+            "FindTiers": self._find_tiers,
         }
         self._later: dict[str, Callable[[Any, _Call], None]] = {
             "Locate": self._locate,
@@ -238,3 +241,6 @@ class DepotCalls:
     def _end_request(self, call: EndRequestCall) -> Confirmed:
         self._depot.end_request(call)
         return Confirmed()
+
+    def _find_tiers(self, call: FindTiersCall) -> FindTiersReply:
+        return self._depot.find_tiers(call)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from array import array
 from collections.abc import Mapping
 from math import prod
 from typing import Any, Final
 
+import msgspec
 from kvdepot.client.vllm.base import contract, engine_types, versions
-from kvdepot.core.calls import Kind
+from kvdepot.core.calls import Kind, Nearest
 from kvdepot.core.errors import ConfigError
 from vllm import __version__ as vllm_version
 
@@ -28,7 +30,7 @@ with contract.by_name(str(vllm_version), __file__):
         SpeculativeConfig,
         VllmConfig,
     )
-    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+    from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -90,6 +92,8 @@ _SINCE: Final[Mapping[str, tuple[int, int]]] = dict.fromkeys(
     (0, 33),
 )
 """The version that brought a name of `_USED`, or a method of the interface, if not every supported one has it."""
+_MEDIA: Final = {Nearest.RAM: MEDIUM_CPU, Nearest.BELOW_RAM: MEDIUM_STORAGE}
+"""vLLM's words for tiers. Routers drop events that have other ones."""
 _NOT_HOOKS: Final = frozenset({"fail_allocated", "sibling_loads"})
 """Public methods of the connectors that vLLM never calls."""
 _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
@@ -322,7 +326,10 @@ def event_kinds(vllm_config: Any, kv_cache_config: Any) -> list[str] | None:
 def block_stored(
     request: Any, hashes: list[Any], parent: Any, start: int, block_tokens: int, group: int, kind: str
 ) -> BlockStored:
-    """Return the event for consecutive blocks of a request, from token `start` on, that lie outside the engine."""
+    """Return the event for consecutive blocks of a request, from token `start` on, that lie in the daemon's RAM.
+
+    Its tokens are packed: `in_tier` unpacks them.
+    """
     extra_keys: list[tuple[Any, ...] | None] = []
     feature = 0
     for at in range(start, start + len(hashes) * block_tokens, block_tokens):
@@ -332,7 +339,7 @@ def block_stored(
     return BlockStored(
         block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
         parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None,
-        token_ids=list(request.all_token_ids[start : start + len(hashes) * block_tokens]),
+        token_ids=array("I", request.all_token_ids[start : start + len(hashes) * block_tokens]),
         block_size=block_tokens,
         lora_id=lora.adapter_id if lora else None,
         medium=MEDIUM_CPU,
@@ -344,9 +351,18 @@ def block_stored(
     )
 
 
-def block_removed(hashes: list[Any], group: int) -> BlockRemoved:
+def in_tier(stored: BlockStored, tier: Nearest) -> BlockStored:
+    """Return a `block_stored` event as it is published, for blocks in this tier."""
+    return msgspec.structs.replace(stored, token_ids=list(stored.token_ids), medium=_MEDIA[tier])
+
+
+def block_removed(hashes: list[Any], group: int, tier: Nearest) -> BlockRemoved:
     """Of hashes as they are in a `block_stored`."""
-    return BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=group, locality="LOCAL")
+    return BlockRemoved(block_hashes=hashes, medium=_MEDIA[tier], group_idx=group, locality="LOCAL")
+
+
+def is_removal(event: Any) -> bool:
+    return isinstance(event, BlockRemoved)
 
 
 def counts_items(vllm_config: Any) -> bool:

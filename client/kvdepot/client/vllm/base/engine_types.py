@@ -43,6 +43,7 @@ class BlockPool(Protocol):
     """What is used of vLLM's BlockPool (v1/core/block_pool.py)."""
 
     blocks: Sequence[Any]
+    cached_block_hash_to_block: Any  # another one after each reset
 
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> list[Any] | None: ...
     def touch(self, blocks: Sequence[Any]) -> None: ...

@@ -30,6 +30,7 @@ from kvdepot.client.vllm.scheduling.scheduler_stats import SchedulerStats
 from kvdepot.client.vllm.scheduling.speculative import SpeculativeAcquires
 from kvdepot.client.vllm.scheduling.store_steps import StoreSteps, Tables
 from kvdepot.client.vllm.scheduling.stores import Stores
+from kvdepot.client.vllm.scheduling.tier_checks import TierChecks
 from kvdepot.core.calls import Kind
 from kvdepot.core.misses import MissReason
 
@@ -130,7 +131,8 @@ class SchedulerSide:
             self.holds, planner, group_ids, hash_block_tokens, self.holds.pinned_max(settings.max_pinned_blocks),
             self.provenance, proven_by_next=bool(lookahead_tokens),
         )  # fmt: skip
-        self.events = KvEvents(planner, group_ids, hash_block_tokens, event_kinds)
+        self.events = KvEvents(planner, pool, group_ids, hash_block_tokens, event_kinds)
+        self._tier_checks = TierChecks(session, namespaces, self.events, clock)
         self.prefill_rate = PrefillRate(clock)
         self.ends = RequestEnds(session, self.prefill_rate)
         self.acceptance = Acceptance(self.counters) if speculates else None
@@ -292,6 +294,7 @@ class SchedulerSide:
             self.acceptance.step(
                 self._requests, scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
             )
+        self._tier_checks.step()
 
     def add_stores(self, meta: StepMeta, scheduler_output: Any) -> None:
         """Send granted stores, and hold and ask for new chunks. An error costs stores, never a load."""

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from kvdepot.core import limits
 from kvdepot.core.arena import NO_ROW
-from kvdepot.core.calls import KEY_BYTES, Kind, LocateCall, LocateReply
+from kvdepot.core.calls import KEY_BYTES, Kind, LocateCall, LocateReply, Nearest
 from kvdepot.core.control import Switch
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.limits import check_limit
@@ -19,7 +19,7 @@ from kvdepot.core.planner import Planner
 from kvdepot.server.depot.loads.lookups import LookedUp, LookUps, wait_seconds
 from kvdepot.server.depot.loads.misses import Miss, Misses, Seen
 from kvdepot.server.depot.loads.offers import Costs, Offer, Offers
-from kvdepot.server.depot.loads.presence import Flags, Presence
+from kvdepot.server.depot.loads.presence import Flags, Presence, Tiers
 from kvdepot.server.depot.loads.records import Records
 from kvdepot.server.depot.sessions.session import Session
 from kvdepot.server.depot.tiering.prefetch import Prefetch
@@ -53,6 +53,7 @@ class Locates:
     ) -> None:
         self._ram = ram
         self._index = tree.index
+        self._lost_keys = tree.lost_keys
         self._namespaces = tree.namespaces
         self._tiers = tree.tiers
         self._counters = tree.counters
@@ -112,6 +113,19 @@ class Locates:
 
         wait = wait_seconds(call.wait_seconds, something=begin > 0)
         return self._look_ups.begin(namespace, call.keys, begin, end, ended, wait, source)
+
+    def nearest(self, namespace: Namespace, keys: bytes) -> Tiers:
+        """Return the `Nearest` of each chunk's attention."""
+        nodes = self._index.find_many(namespace.slot, keys)
+        nearest = self._presence.nearest(nodes, self._tiers)
+        opening, detached = self._misses.some_disk_is("opening"), self._ram.detached
+        if opening or len(detached):
+            for at in np.flatnonzero(nearest == Nearest.ABSENT).tolist():
+                key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+                lost = self._lost_keys.reason(namespace.id, key) is not None
+                if (opening and not lost) or detached.find(namespace.slot, key, Kind.ATTENTION) != NO_ROW:
+                    nearest[at] = Nearest.UNKNOWN
+        return nearest
 
     def _source(self, namespace: Namespace, call: LocateCall) -> LowerTier | None:
         """Return the peer tier that the call names, by the id of the peer's arena. Count `named_sources`."""

@@ -101,15 +101,17 @@ class Misses:
         if looked_up is not None:
             nowhere = MissReason.PROBE_ABSENT
         else:
-            nowhere = MissReason.TIER_UNAVAILABLE if self._some_index_is_missing() else MissReason.UNKNOWN
+            nowhere = MissReason.TIER_UNAVAILABLE if self.some_disk_is(*_WITHOUT_INDEX) else MissReason.UNKNOWN
         if other is None:
             return Miss(nowhere, at)
         return Miss(MissReason.OTHER_NAMESPACE, at, other, nowhere if _foreign(namespace, other) else None)
 
-    def _some_index_is_missing(self) -> bool:
-        """Return whether a tier's objects are not known, because it has not opened yet or its directory is gone."""
-        tiers = (disk.tier for disk in self._disks if not disk.tier.readable)
-        return any(tier.status().state in _WITHOUT_INDEX for tier in tiers)
+    def some_disk_is(self, *states: str) -> bool:
+        """Return whether a disk is in one of these states, in which it offers nothing.
+
+        While it is "opening", or its directory is gone ("offline"), its objects are not in the index.
+        """
+        return any(disk.tier.status().state in states for disk in self._disks if not disk.tier.readable)
 
     def _elsewhere(self, namespace: Namespace, key: bytes) -> Namespace | None:
         """Return another namespace that has the chunk, or None. Chunk hashes do not depend on the namespace.

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.arena import NO_ROW
-from kvdepot.core.calls import Kind
+from kvdepot.core.calls import Kind, Nearest
 from kvdepot.server.depot.tiering.tiering import Tiering
 from kvdepot.server.depot.tree.index import NONE, Index, Nodes
 from kvdepot.server.depot.tree.lower_tier import LowerTier
 from kvdepot.server.depot.tree.namespaces import Namespace
-from kvdepot.server.depot.tree.rows import Rows
+from kvdepot.server.depot.tree.rows import COMMITTED, Rows
 from kvdepot.server.storage.base import NO_HANDLE
 
 Flags = npt.NDArray[np.bool_]
+Tiers = npt.NDArray[np.uint8]
+"""A `Nearest` a chunk."""
 
 
 class Presence:
@@ -42,6 +44,15 @@ class Presence:
         reading, unverified = self._tiering.promotions.reading, self._rows.unverified
         found[held] = [reading(row) or unverified(row) for row in rows[held].tolist()]
         return found
+
+    def nearest(self, nodes: Nodes, tiers: Sequence[LowerTier]) -> Tiers:
+        """Return where the attention of these nodes is, whether or not it can be served at the moment."""
+        rows = self.rows_at(nodes, Kind.ATTENTION)
+        nearest = np.full(len(nodes), Nearest.ABSENT, np.uint8)
+        nearest[held_by(self._index, tiers, nodes, Kind.ATTENTION)] = Nearest.BELOW_RAM
+        in_ram = np.flatnonzero(rows != NO_ROW)
+        nearest[in_ram[self._rows.states[rows[in_ram]] == COMMITTED]] = Nearest.RAM
+        return nearest
 
     def rows_at(self, nodes: Nodes, kind: int) -> Nodes:
         """Return the head rows, NO_ROW where there is none."""

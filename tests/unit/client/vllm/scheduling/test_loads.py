@@ -51,10 +51,12 @@ def started(session: SlowSession) -> tuple[Loads, RequestState]:
     namespaces: Any = SimpleNamespace(registered_id=b"n" * 16, epoch_number=0)
     stub: Any = session
     settings, counters = Settings(Endpoint("/unused")), Counter[str]()
-    blocks: Any = SimpleNamespace()  # not used: with attention alone, the local hit is all that there is
+    blocks: Any = SimpleNamespace(
+        cached_block_hash_to_block=None
+    )  # with attention alone, the local hit is all there is
     local_reuse = LocalReuse(blocks, planner, (0,), 16, 0, blocks)
     loads = Loads(
-        stub, namespaces, planner, settings, lambda: 0.0, counters, KvEvents(planner, (0,), 16, None),
+        stub, namespaces, planner, settings, lambda: 0.0, counters, KvEvents(planner, blocks, (0,), 16, None),
         SpeculativeAcquires(stub, planner, settings, counters, local_reuse), local_reuse, (0,), 1,
     )  # fmt: skip
     request: Any = SimpleNamespace(request_id="r", num_preemptions=0, block_hashes=[])
