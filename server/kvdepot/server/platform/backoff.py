@@ -1,4 +1,4 @@
-"""How long to wait before what failed is tried again: the start of a process, in general."""
+"""How long to wait before a start, or a lane to a peer, that failed is tried again."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ class SourceWorkers(PassedWorkers):
                 self._is_back()
             if answer.lane:
                 self._note(answer.lane)
-                if isinstance(job, ReadFile):
-                    self._count(f"peer_loaded_bytes.{answer.lane.partition(':')[0]}", answer.stored_bytes)
             if isinstance(job, ReadFile):
+                if answer.lane:
+                    self._count(f"peer_loaded_bytes.{answer.lane.partition(':')[0]}", answer.stored_bytes)
                 self._choose_lane(answer)
             done(self._settled(answer))
 
