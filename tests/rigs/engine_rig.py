@@ -437,8 +437,8 @@ def _audit_index(engine: Depot, heads: list[int]) -> None:
         assert parent == NONE or (parent in nodes and node in index.children(parent))
         for row in index.rows_of(node):
             assert index.unlinked(node) or rows.parent(row) == (ROOT_KEY if parent == NONE else index.key(parent))
-        assert index.in_ram(node) == (node in with_rows)
-        assert index.children_in_ram(node) == sum(map(index.in_ram, index.children(node)))
+        assert bool(index.kinds_in_ram(node)) == (node in with_rows)
+        assert index.children_in_ram(node) == sum(map(bool, map(index.kinds_in_ram, index.children(node))))
     committed = [head for head in indexed if rows.state[head] == RowState.COMMITTED]
     assert ram.objects == len(committed) == sum(sum(n.objects.values()) for n in tree.namespaces.by_slot.values())
     assert sum(n.bytes for n in tree.namespaces.by_slot.values()) == sum(map(ram.size_bytes, committed))
@@ -460,7 +460,7 @@ def _audit_tiers(engine: Depot, nodes: set[int]) -> None:
     for node in nodes:
         assert index.has_objects(node) or index.unlinked(node), "a node without objects"
         for tier in tree.tiers:
-            below = sum(index.in_tier(tier.number, child) for child in index.children(node))
+            below = sum(bool(index.kinds_in_tier(tier.number, child)) for child in index.children(node))
             assert index.children_in_tier(tier.number, node) == below
     for tier in tree.tiers:
         held = {(node, kind): tier.handle(node, kind) for node in nodes for kind in Kind if tier.has(node, kind)}

@@ -27,7 +27,7 @@ def audit_pins(engine: Depot) -> None:
         kind = tree.path_kind(node)
         assert ram.evictor.worth(node) is None or ram.rows.kind[row] not in ram.evictor._going(node)
         above = index.parent(node)
-        if not index.unlinked(node) and ram.pinned(node, kind) and above != NONE and ram.has(above, kind):
+        if not index.unlinked(node) and ram.pinned(node, kind) and above != NONE and kind in ram.kinds(above):
             assert ram.pinned(above, kind), "what is before it on its path is kept, and not counted"
 
 

@@ -49,7 +49,7 @@ def _path(tree: Tree, node: int) -> list[int]:
 
 def _has_path_object(tree: Tree, node: int) -> bool:
     kind = tree.path_kind(node)
-    return tree.ram.has(node, kind) or tree.elsewhere(node, kind)
+    return kind in tree.ram.kinds(node) or tree.elsewhere(node, kind)
 
 
 def _usable(tree: Tree, node: int) -> bool:

@@ -58,7 +58,7 @@ def test_a_node_has_a_row_and_handles_per_kind() -> None:
     assert index.has_objects(node) and index.rows_of(node) == []
     assert index.handle(1, node, Kind.STATE) == 7
     assert index.handle(0, node, Kind.STATE) == index.handle(1, node, Kind.ATTENTION) == NO_HANDLE
-    assert index.in_tier(1, node) and not index.in_tier(0, node)
+    assert (index.kinds_in_tier(1, node), index.kinds_in_tier(0, node)) == ([Kind.STATE], [])
     index.set_handle(1, node, Kind.STATE, NO_HANDLE)
     index.set_row(node, Kind.ATTENTION, 3)
     assert index.has_objects(node)

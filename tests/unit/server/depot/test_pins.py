@@ -149,7 +149,7 @@ def test_a_checkpoint_that_comes_when_the_share_is_used_up_may_go() -> None:
     press(other)
     slot = rig.depot._tree.namespaces.by_id[client.namespace].slot
     node = rig.depot._tree.index.find(slot, PATH[2])
-    assert rig.depot._ram.has(node, Kind.ATTENTION) and not rig.depot._ram.has(node, Kind.STATE)
+    assert rig.depot._ram.kinds(node) == [Kind.ATTENTION]
 
 
 def test_checkpoints_are_pinned_with_the_attention() -> None:

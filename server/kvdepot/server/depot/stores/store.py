@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,7 +33,7 @@ from kvdepot.server.depot.tiering.tiering import Tiering
 from kvdepot.server.depot.tree.index import NONE
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
-from kvdepot.server.depot.tree.rows import COMMITTED, RESERVED
+from kvdepot.server.depot.tree.rows import RESERVED
 from kvdepot.server.depot.tree.switches import Switches
 from kvdepot.server.depot.tree.tree import Tree
 from kvdepot.server.depot.types import DepotConfig
@@ -41,9 +42,11 @@ _HERE_WHEN_GRANTED: Final = (ReserveOutcome.GRANTED, ReserveOutcome.PRESENT, Res
 
 _FRAGMENT_WORDS_MAX: Final = limits.FRAGMENTS_PER_REPLY_MAX // 2 * EXTENT_WORDS
 """Once a reply has so many words nothing more is granted in it: what the last object adds still fits."""
+_LENGTH: Final = 3
+"""The place of the length among the words of an extent."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
     """One object of a reservation."""
 
@@ -152,9 +155,9 @@ class Stores:
             else:
                 refused.setdefault(one.key, outcome)
                 self._lost_keys.note(namespace.id, one.key, MissReason.NO_GRANT)
-            self._counters.add(f"reserved_objects.{ReserveOutcome(outcome).name.lower()}")
-        if count > len(asked):
-            self._counters.add("reserved_objects.later", count - len(asked))
+        for outcome, objects in Counter(outcomes).items():
+            self._counters.add(f"reserved_objects.{ReserveOutcome(outcome).name.lower()}", objects)
+        self._counters.add("granted_write_bytes", sum(fragments[_LENGTH::EXTENT_WORDS]))
         if deepest is not None:
             self._count_use(namespace, deepest)
         reply = ReserveReply(bytes(outcomes), np.array(fragments, "<u8").tobytes(), self._arena_id, self._reason)
@@ -274,7 +277,6 @@ class Stores:
         rows, start = self._rows, self._ram.rooms.at(self._rows.offset[row]).start
         for at in rows.chain(row):
             fragments += (index, at, rows.offset[at] - start, rows.length[at], rows.generation[at])
-        self._counters.add("granted_write_bytes", self._ram.size_bytes(row))
 
     def _no_room(self, namespace: Namespace, size_bytes: int) -> ReserveOutcome:
         refused = self._ram.refused_by_quota(namespace.slot, size_bytes)
@@ -314,16 +316,17 @@ class Stores:
         else:
             outcomes = bytes(lease.outcome(index) or self._commit_one(lease, index) for index in indices)
             self._end_if_done(lease)
-        for outcome in outcomes:
-            self._counters.add(f"committed_objects.{CommitOutcome(outcome).name.lower()}")
+        for outcome, objects in Counter(outcomes).items():
+            self._counters.add(f"committed_objects.{CommitOutcome(outcome).name.lower()}", objects)
         return outcomes
 
     def _commit_one(self, lease: WriteLease, index: int) -> int:
         row = self._lent.row_of(lease.entries[index])
         if not lease.held:
             return self._end_loan(lease, index, CommitOutcome.EXPIRED)
-        namespace_id, key = self._namespaces.by_slot[self._rows.namespace[row]].id, self._rows.key(row)
+        namespace_id = self._namespaces.by_slot[self._rows.namespace[row]].id
         if self._switches.off(Switch.STORES, namespace_id):
+            key = self._rows.key(row)
             outcome = self._end_loan(lease, index, CommitOutcome.EXPIRED)  # of all that clients know, what it is like
             self._lost_keys.note(namespace_id, key, MissReason.STORES_OFF)
             self._counters.add("refused_stores.stores_off")
@@ -334,7 +337,7 @@ class Stores:
             # Only the loss of its parent unindexes a live reservation.
             return self._end_loan(lease, index, CommitOutcome.NO_PARENT)
         node = self._ram.node_of(row)
-        if self._index.unlinked(node) or not self._parent_holds(row):
+        if self._index.unlinked(node) or not self._parent_holds(node):
             return self._end_loan(lease, index, CommitOutcome.NO_PARENT)
         self._ram.commit(row, node)
         self._end_loan(lease, index, CommitOutcome.COMMITTED)
@@ -342,18 +345,10 @@ class Stores:
         self._tiering.committed(row)
         return CommitOutcome.COMMITTED
 
-    def _parent_holds(self, row: int) -> bool:
+    def _parent_holds(self, node: int) -> bool:
         """Return whether the chunk before has, or is being given, the path object."""
-        parent = self._rows.parent(row)
-        if parent == ROOT_KEY:
-            return True
-        namespace = self._namespaces.by_slot[self._rows.namespace[row]]
-        node = self._index.find(namespace.slot, parent)
-        if node == NONE:
-            return False
-        above = self._index.row(node, namespace.path_kind)
-        in_ram = above != NO_ROW and self._rows.state[above] in (RESERVED, COMMITTED)
-        return in_ram or self._tree.elsewhere(node, namespace.path_kind)
+        above = self._index.parent(node)
+        return above == NONE or self._tree.has(above, self._tree.path_kind(node))
 
     def _end_loan(self, lease: WriteLease, index: int, outcome: CommitOutcome) -> CommitOutcome:
         """End the writer's entry, and return the outcome. An object that is not committed leaves the index first."""

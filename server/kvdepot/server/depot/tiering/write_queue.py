@@ -269,6 +269,6 @@ class WriteQueue:
         index = self._index
         below = list(index.children(node))
         for at in below:
-            if index.in_ram(at) and not index.in_tier(self._tier.number, at):
+            if index.rows_of(at) and not index.kinds_in_tier(self._tier.number, at):
                 offered = [self.offer(at, kind) for kind in Kind if self._ram.visible(at, kind)]
                 below.extend(index.children(at) if any(offered) else ())

@@ -31,7 +31,6 @@ from kvdepot.server.depot.tree.holding import Demotion, Holding, UnionTree
 from kvdepot.server.depot.tree.index import NONE
 from kvdepot.server.depot.tree.namespaces import Namespace
 
-_KINDS: Final = tuple(map(int, Kind))
 UNIT_NODES_MAX: Final = 1024
 """Nodes dropped at once, some 10 ms; what remains of a longer unit serves nobody and goes next."""
 ORPHAN_SECONDS: Final = 10.0
@@ -157,10 +156,9 @@ class Evictor:
 
     def _whole(self, node: int) -> list[int]:
         """Return the kinds that are here, all of them complete; empty when something is being written."""
-        holding = self._holding
-        kinds = [kind for kind in _KINDS if holding.has(node, kind)]
+        kinds = self._holding.kinds(node)
         for kind in kinds:
-            if not holding.complete(node, kind):
+            if not self._holding.complete(node, kind):
                 return []
         return kinds
 
@@ -392,7 +390,7 @@ class Evictor:
         if self._holding.busy(node) or (node in tree.in_use and not tree.usable.serves(node)):
             return 0
         below = tree.index.leaves_first(node, UNIT_NODES_MAX)[:-1]
-        return 0 if any(tree.index.in_ram(at) or at in tree.in_use for at in below) else len(below)
+        return 0 if any(tree.index.rows_of(at) or at in tree.in_use for at in below) else len(below)
 
     def _note_orphan(self, node: int) -> None:
         slot = self._tree.index.namespace(node)
@@ -406,10 +404,9 @@ class Evictor:
         tree, holding = self._tree, self._holding
         if tree.index.is_leaf(node) or holding.children(node):
             return []
-        path_kind = tree.path_kind(node)
-        if not holding.has(node, path_kind) or tree.copied(holding, node, path_kind) or node == self.filling:
+        path_kind, kinds = tree.path_kind(node), self._whole(node)
+        if path_kind not in kinds or tree.copied(holding, node, path_kind) or node == self.filling:
             return []
-        kinds = self._whole(node)
         return [] if holding.kept(node) or any(holding.pinned(node, kind) for kind in kinds) else kinds
 
     def _first(self, slots: Collection[int] | None) -> int | None:

@@ -20,8 +20,8 @@ class Holding(Protocol):
     @property
     def used_bytes(self) -> int: ...
 
-    def has(self, node: int, kind: int) -> bool:
-        """Return whether an object lies here, or is being written here."""
+    def kinds(self, node: int) -> list[int]:
+        """Return the kinds of the node's objects that lie here, or are being written here."""
 
     def complete(self, node: int, kind: int) -> bool:
         """Return whether the object is here and whole."""

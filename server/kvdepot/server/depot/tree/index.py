@@ -137,12 +137,12 @@ class Index:
         """Return the object's handle in a lower tier, or NO_HANDLE."""
         return int(self._handles[tier][kind - 1][node])
 
-    def in_tier(self, tier: int, node: int) -> bool:
-        """Return whether a lower tier has any object of the node."""
-        return any(column[node] != NO_HANDLE for column in self._handles[tier])
+    def kinds_in_tier(self, tier: int, node: int) -> list[int]:
+        """Return the kinds of the node's objects in a lower tier."""
+        return [kind for kind, column in enumerate(self._handles[tier], 1) if column[node] != NO_HANDLE]
 
-    def in_ram(self, node: int) -> bool:
-        return any(rows[node] != NO_ROW for rows in self._rows)
+    def kinds_in_ram(self, node: int) -> list[int]:
+        return [kind for kind, rows in enumerate(self._rows, 1) if rows[node] != NO_ROW]
 
     def many_in_tier(self, tier: int, nodes: Nodes) -> Nodes:
         """Return those of the nodes that a lower tier has any object of."""
@@ -161,7 +161,7 @@ class Index:
 
     def has_objects(self, node: int) -> bool:
         """Return whether RAM or any lower tier has an object of the node."""
-        return self.in_ram(node) or any(column[node] != NO_HANDLE for columns in self._handles for column in columns)
+        return bool(self.rows_of(node)) or any(self.kinds_in_tier(tier, node) for tier in range(len(self._handles)))
 
     def boundary(self, node: int) -> int:
         """Return the boundary that ends the chunk, in tokens."""
@@ -305,14 +305,14 @@ class Index:
         np.add.at(np.asarray(self._children_in[0]), parents[parents != NONE], 1)
 
     def set_row(self, node: int, kind: int, row: int) -> None:
-        before = self.in_ram(node)
+        before = self.rows_of(node)
         self._rows[kind - 1][node] = row
-        self._count_child(0, node, before, self.in_ram(node))
+        self._count_child(0, node, bool(before), bool(self.rows_of(node)))
 
     def set_handle(self, tier: int, node: int, kind: int, handle: int) -> None:
-        before = self.in_tier(tier, node)
+        before = self.kinds_in_tier(tier, node)
         self._handles[tier][kind - 1][node] = handle
-        self._count_child(1 + tier, node, before, self.in_tier(tier, node))
+        self._count_child(1 + tier, node, bool(before), bool(self.kinds_in_tier(tier, node)))
 
     def _count_child(self, place: int, node: int, before: bool, after: bool) -> None:
         parent = self._parent[node]

@@ -263,6 +263,9 @@ class LowerTier:
 
     # What the tier holds, for its evictor
 
+    def kinds(self, node: int) -> list[int]:
+        return self._index.kinds_in_tier(self.number, node)
+
     def complete(self, node: int, kind: int) -> bool:
         return self.has(node, kind)
 

@@ -102,7 +102,7 @@ class RamTier:
         )
 
     def size_bytes(self, row: int) -> int:
-        return sum(length for _, length in self.rows.extents(row))
+        return self.rows.size_bytes(row)
 
     def rounded_bytes(self, row: int) -> int:
         """Return what the object takes of the arena."""
@@ -417,8 +417,8 @@ class RamTier:
 
     # What RAM holds, for its evictor
 
-    def has(self, node: int, kind: int) -> bool:
-        return self._index.row(node, kind) != NO_ROW
+    def kinds(self, node: int) -> list[int]:
+        return self._index.kinds_in_ram(node)
 
     def complete(self, node: int, kind: int) -> bool:
         row = self._index.row(node, kind)

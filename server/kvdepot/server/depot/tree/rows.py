@@ -149,6 +149,9 @@ class Rows:
             self.next[rows[-1]] = NO_ROW
         return not whole
 
+    def size_bytes(self, head: int) -> int:
+        return sum([self.length[row] for row in self.chain(head)])
+
     def extents(self, head: int) -> tuple[Extent, ...]:
         return tuple((self.offset[row], self.length[row]) for row in self.chain(head))
 

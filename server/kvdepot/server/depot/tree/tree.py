@@ -33,7 +33,6 @@ from kvdepot.server.platform.logs import REPEAT_SECONDS, LogThrottle
 from kvdepot.server.storage.base import Tier
 
 _LOG: Final = logging.getLogger("kvdepotd")
-_KINDS: Final = tuple(map(int, Kind))
 REFRESH_NODES_MAX: Final = 256
 """Nodes refreshed at once when it turns out what their namespace needs: 2 to 4 ms."""
 _REFRESH_NUMBERS: Final = 1 << 18
@@ -401,10 +400,9 @@ class Tree:
 
     def _drop_objects(self, node: int) -> None:
         """Drop its objects in every tier."""
-        for kind in _KINDS:
-            for holding in self.holdings:
-                if holding.has(node, kind):
-                    holding.drop(node, kind)
+        for holding in self.holdings:
+            for kind in holding.kinds(node):
+                holding.drop(node, kind)
 
     def _forget(self, node: int) -> list[int]:
         """Remove a leaf. Return the nodes whose outlook changed."""
