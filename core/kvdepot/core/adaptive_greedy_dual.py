@@ -126,10 +126,9 @@ class AdaptiveGreedyDual(GreedyDualSizeFrequency):
         self.exponent = min(max(self.exponent, 0.0), _EXPONENT_MAX)
         self._weight = [(uses + 1) ** self.exponent for uses in range(USES_MAX + 1)]
 
-    def _know(self, node: int) -> None:
-        super()._know(node)
-        if missing := len(self._touched) - len(self._pending):
-            self._pending.extend(bytes(missing))
+    def _extend(self, missing: int) -> None:
+        super()._extend(missing)
+        self._pending.extend(bytes(missing))
 
 
 def _kept(evictions: int) -> float:

@@ -212,9 +212,11 @@ class GreedyDualSizeFrequency:
         return self._touched[node] + (standing if standing < self._standing_max else self._standing_max)
 
     def _know(self, node: int) -> None:
-        missing = missing_entries(node, self._touched)
-        if not missing:
-            return
+        """Make the columns long enough for `node`."""
+        if node >= len(self._touched):
+            self._extend(missing_entries(node, self._touched))
+
+    def _extend(self, missing: int) -> None:
         self._touched.extend(array("d", (NEVER_USED,)) * missing)
         self._worth.extend(array("f", (USELESS,)) * missing)
         self._marks.extend(array("Q", (0,)) * missing)

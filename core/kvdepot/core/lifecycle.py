@@ -32,7 +32,7 @@ object, as the table above says (I5, I6).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Final, TypeVar
 
 from kvdepot.core.arena import RowState
@@ -42,8 +42,8 @@ class BrokenLifecycle(AssertionError):  # noqa: N818 - the house names errors by
     """A transition that does not exist: a bug of the caller, to be reported, not handled."""
 
 
-class ObjectEvent(Enum):
-    """What can happen to an object."""
+class ObjectEvent(IntEnum):
+    """What can happen to an object. A number, because the table is asked four times for each object."""
 
     RESERVE = auto()
     EXTEND = auto()
@@ -70,7 +70,7 @@ class LeaseEvent(Enum):
     END = auto()
 
 
-OBJECT_TRANSITIONS: Final[Mapping[tuple[RowState, ObjectEvent], RowState]] = {
+OBJECT_TRANSITIONS: Final[Mapping[tuple[int, ObjectEvent], RowState]] = {
     (RowState.FREE, ObjectEvent.RESERVE): RowState.RESERVED,
     (RowState.FREE, ObjectEvent.EXTEND): RowState.CONTINUATION,
     (RowState.FREE, ObjectEvent.SCRATCH): RowState.DYING,
@@ -92,12 +92,13 @@ LEASE_TRANSITIONS: Final[Mapping[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     (LeaseState.EXPIRED, LeaseEvent.END): LeaseState.ENDED,
 }
 
-_State = TypeVar("_State", RowState, LeaseState)
+_State = TypeVar("_State", int, LeaseState)
 _Event = TypeVar("_Event", ObjectEvent, LeaseEvent)
+_Next = TypeVar("_Next", RowState, LeaseState)
 
 
-def next_state(state: RowState, event: ObjectEvent) -> RowState:
-    """Return the state after `event`.
+def next_state(state: int, event: ObjectEvent) -> RowState:
+    """Return the state after `event`. `state`: as the extent table has it.
 
     Raise BrokenLifecycle, before any change, for a pair that the table does not have.
     """
@@ -109,7 +110,7 @@ def next_lease_state(state: LeaseState, event: LeaseEvent) -> LeaseState:
     return _next(LEASE_TRANSITIONS, state, event)
 
 
-def _next(table: Mapping[tuple[_State, _Event], _State], state: _State, event: _Event) -> _State:
+def _next(table: Mapping[tuple[_State, _Event], _Next], state: _State, event: _Event) -> _Next:
     following = table.get((state, event))
     if following is None:
         raise BrokenLifecycle(f"there is no transition from {state!r} on {event!r}")

@@ -115,7 +115,7 @@ class Evictor:
         self.policy.on_removed(node)
         slot = self._tree.index.namespace(node)
         self._deferred.get(slot, set()).discard(node)
-        self._orphans.get(slot, {}).pop(node, None)
+        self.no_orphan(node)
 
     def worth(self, node: int) -> float | None:
         """Return the seconds saved by each use of the node's unit, per byte. Return None when nothing of it may go."""
@@ -138,7 +138,7 @@ class Evictor:
         """Return the kinds of the node's objects that may go now."""
         tree, holding = self._tree, self._holding
         leaf = tree.index.is_leaf(node)
-        if not leaf and not self._several(node) and holding.children(node):
+        if not leaf and holding.children(node) and not self._several(node):
             return []  # the common case: an inner node of a namespace of attention alone
         kinds = self._whole(node)
         if node == self.filling or not kinds or holding.kept(node):
@@ -396,8 +396,13 @@ class Evictor:
         slot = self._tree.index.namespace(node)
         if self._orphan_kinds(node):
             self._orphans.setdefault(slot, {}).setdefault(node, None)
-        elif slot in self._orphans:
-            self._orphans[slot].pop(node, None)
+        else:
+            self.no_orphan(node)
+
+    def no_orphan(self, node: int) -> None:
+        """Note that the node is no orphan, or not any more."""
+        if self._orphans:
+            self._orphans.get(self._tree.index.namespace(node), {}).pop(node, None)
 
     def _orphan_kinds(self, node: int) -> list[int]:
         """Return the kinds that would go if the node is an orphan; empty if it is none, or is pinned."""

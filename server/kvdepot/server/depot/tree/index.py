@@ -17,6 +17,7 @@ rebuilds it from the extent table, and each lower tier says what it found.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Final
@@ -32,6 +33,7 @@ NONE: Final = 0xFFFF_FFFF
 _MASK64: Final = (1 << 64) - 1
 _UNLINKED: Final = 0xFFFF_FFFF
 _U64 = np.uint64
+_KEY: Final = struct.Struct("<QQ")
 
 U32 = npt.NDArray[np.uint32]
 Nodes = npt.NDArray[np.int64]
@@ -82,8 +84,7 @@ class Index:
 
     def named(self, namespace: int, key: bytes) -> int:
         """Return the node as `find` does, unlinked nodes included."""
-        low = int.from_bytes(key[:8], "little")
-        high = int.from_bytes(key[8:], "little")
+        low, high = _KEY.unpack(key)
         at = self._home(namespace, low, high)
         while node := self._slot[at]:
             node -= 1
@@ -228,10 +229,7 @@ class Index:
             node = self._high
             self._high += 1
         assert node < self.capacity, "more nodes than there is room for"
-        low = int.from_bytes(key[:8], "little")
-        high = int.from_bytes(key[8:], "little")
-        self._key[2 * node] = low
-        self._key[2 * node + 1] = high
+        self._key[2 * node], self._key[2 * node + 1] = _KEY.unpack(key)
         self._namespace[node] = namespace
         self._boundary[node] = boundary
         for rows in self._rows:

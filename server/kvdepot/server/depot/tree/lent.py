@@ -38,6 +38,7 @@ class LentTable:
         self.pins: U32 = np.zeros(tables.layout.rows, np.uint32)
         self._pin = self.pins.data
         self.counts: U32 = np.zeros((max(LentMode) + 1, SESSION_NUMBERS), np.uint32)  # entries by mode and session
+        self._count = self.counts.data
         self.reads, self.writes = self.counts[LentMode.READ], self.counts[LentMode.WRITE]
         self._free: U32 = np.arange(self.count, dtype=np.uint32)[::-1].copy()
         self._free_stack = self._free.data
@@ -69,7 +70,7 @@ class LentTable:
         self._session[entry] = session
         self._mode[entry] = mode
         self._pin[row] += 1
-        self.counts[mode, session] += 1
+        self._count[mode, session] += 1
         return int(entry)
 
     def lend_many(
@@ -90,7 +91,7 @@ class LentTable:
 
     def clear(self, entry: int) -> bool:
         """Clear an entry. Return whether it was the last entry of its row."""
-        self.counts[self._mode[entry], self._session[entry]] -= 1
+        self._count[self._mode[entry], self._session[entry]] -= 1
         self._mode[entry] = LentMode.FREE
         row = self._row[entry]
         self._pin[row] -= 1

@@ -137,7 +137,7 @@ class RamTier:
         self._index.set_row(node, kind, row)
         self.account.add(namespace.slot, 1, rounded)
         self._note_placed(room, namespace, rounded)
-        evictor.update_candidate(node)
+        evictor.no_orphan(node)  # nor is it a candidate, while an object of it is being written
         above = self._index.parent(node)
         if above != NONE:
             evictor.update_candidate(above)  # in RAM it has one more below it; for other tiers nothing has changed

@@ -241,7 +241,7 @@ class Rows:
             self.free_count += 1
 
     def _enter(self, row: int, event: ObjectEvent) -> None:
-        self.state[row] = next_state(RowState(self.state[row]), event)
+        self.state[row] = next_state(self.state[row], event)
 
     def set_sum(self, head: int, sum_lo: int, sum_hi: int) -> None:
         self.sum_lo[head] = sum_lo
