@@ -123,7 +123,7 @@ class MemoryTier:
 
     @property
     def write_slots(self) -> int:
-        return self._slots - sum(not job.reads for job in self.jobs)
+        return self._slots - sum(not job.reads for job in self.jobs) if self.writable else 0
 
     @property
     def used_bytes(self) -> int:

@@ -117,8 +117,9 @@ class Crew:
         After a failure that is not over soon, a worker that starts is no reason to queue jobs: it may fail like the
         last one, after minutes.
         """
-        if any(worker.up for worker in self.serving):
-            return ""
+        for worker in self.serving:
+            if worker.up:
+                return ""
         if self.serving or self.waits:
             return f"no worker serves: {self._failure}" if self._failure else ""
         return f"all {len(self.leaving)} workers hang in the kernel" if self.leaving else "no worker was started"

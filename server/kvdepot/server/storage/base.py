@@ -172,7 +172,7 @@ class Tier(Protocol):
 
     @property
     def write_slots(self) -> int:
-        """Return how many more writes the tier takes now without queueing them."""
+        """Return how many more writes the tier takes now without queueing them; 0 where it is not writable."""
 
     @property
     def used_bytes(self) -> int:

@@ -118,7 +118,7 @@ class WriteQueue:
         tier = self._tier.tier
         try:
             for _ in range(_AT_ONCE):
-                if not self._waiting or self._full or not tier.writable or tier.write_slots <= 0:
+                if not self._waiting or self._full or tier.write_slots <= 0:
                     return
                 row, (generation, size_bytes) = next(iter(self._waiting.items()))
                 following = self._guard.value("write_queue", _FAILED, self._following, row, generation, size_bytes)
@@ -135,9 +135,9 @@ class WriteQueue:
     def _following(self, row: int, generation: int, size_bytes: int) -> str:
         """Return what to do with an object whose turn it is, or why the object is dropped."""
         tier = self._tier.tier
-        if not self._missing(row, generation):
+        node, kind = self._missing(row, generation), self._rows.kind[row]
+        if node == NONE:
             return _LEAVE
-        node, kind = self._ram.node_of(row), self._rows.kind[row]
         cost_bytes = tier.cost_bytes(size_bytes)
         if tier.too_large(size_bytes):
             return "too_large"
@@ -151,12 +151,12 @@ class WriteQueue:
             return _WAIT  # what was dropped for it is not free yet, or nothing may go: later
         return _WRITE
 
-    def _missing(self, row: int, generation: int) -> bool:
-        """Return whether it is still in RAM where it is found, and still not in the tier."""
+    def _missing(self, row: int, generation: int) -> int:
+        """Return its node if it is still in RAM where it is found, and still not in the tier; else NONE."""
         if not self._live(row, generation) or not self._rows.visible(row):
-            return False
+            return NONE
         node = self._ram.node_of(row)
-        return not self._index.unlinked(node) and not self._tier.has(node, self._rows.kind[row])
+        return NONE if self._index.unlinked(node) or self._tier.has(node, self._rows.kind[row]) else node
 
     def _live(self, row: int, generation: int) -> bool:
         return self._rows.generation[row] == generation and self._rows.state[row] == COMMITTED
