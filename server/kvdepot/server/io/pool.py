@@ -228,7 +228,8 @@ class IoPool:
         return Task(self._numbers, job, b"", priority, done, loan, deadline_seconds)
 
     def _dispatch(self) -> None:
-        while (worker := self._crew.free(self._quick_seconds)) is not None and (task := self._queue.take()) is not None:
+        while self._queue and (worker := self._crew.free(self._quick_seconds)) is not None:
+            task = self._queue.take()
             try:
                 why = self._loans.begin(task, worker.number)
             except UnknownWorker as error:
@@ -266,7 +267,8 @@ class IoPool:
                 task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
 
     def _cancel_queue(self) -> None:
-        while (task := self._queue.take()) is not None:
+        while self._queue:
+            task = self._queue.take()
             self._answer_soon(task, Answer(IoOutcome.CANCELLED, self.why_unusable))
 
     def _answer_soon(self, task: Task, answer: Answer) -> None:

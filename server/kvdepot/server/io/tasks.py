@@ -50,19 +50,20 @@ class TaskQueue:
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
+    def __bool__(self) -> bool:
+        return any(self._queues.values())
+
     def put(self, task: Task, *, first: bool = False) -> None:
         """Queue a task. `first`: before all others of its priority."""
         queue = self._queues[task.priority]
         (queue.appendleft if first else queue.append)(task)
         self.payload_bytes += job_bytes(task.job)
 
-    def take(self) -> Task | None:
-        for queue in self._queues.values():
-            if queue:
-                task = queue.popleft()
-                self.payload_bytes -= job_bytes(task.job)
-                return task
-        return None
+    def take(self) -> Task:
+        """Return the next task. There is one."""
+        task = next(filter(None, self._queues.values())).popleft()
+        self.payload_bytes -= job_bytes(task.job)
+        return task
 
 
 def pack(task: Task, guard: Guard) -> str:

@@ -342,7 +342,7 @@ class Stores:
         self._ram.commit(row, node)
         self._end_loan(lease, index, CommitOutcome.COMMITTED)
         self._tree.refresh_node(node)
-        self._tiering.committed(row)
+        self._tiering.committed(node, self._rows.kind[row])
         return CommitOutcome.COMMITTED
 
     def _parent_holds(self, node: int) -> bool:

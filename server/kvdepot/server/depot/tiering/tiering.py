@@ -128,40 +128,39 @@ class Tiering:
     def verified(self, row: int) -> None:
         """Offer an adopted object, which RAM may serve now, to tiers that write at commit."""
         if self._at_commit:
-            self._guard.call("write_queue", self._offer_committed, row, self._at_commit)
+            place = self._ram.node_of(row), self._rows.kind[row]
+            self._guard.call("write_queue", self._offer_committed, *place, self._at_commit)
 
-    def committed(self, row: int) -> None:
+    def committed(self, node: int, kind: int) -> None:
         """Offer an object that RAM has newly to tiers that write at commit, and to shared tiers that have its path."""
         for tier in self._learning:
-            self._guard.call("write_queue", tier.returned, self._ram.node_of(row), self._rows.kind[row])
+            self._guard.call("write_queue", tier.returned, node, kind)
         if self._at_commit:
-            self._guard.call("write_queue", self._offer_committed, row, self._at_commit)
+            self._guard.call("write_queue", self._offer_committed, node, kind, self._at_commit)
         if self._shared:
-            self._guard.call("write_queue", self._offer_following, row)
+            self._guard.call("write_queue", self._offer_following, node, kind)
 
-    def _offer_committed(self, row: int, to: list[tuple[LowerTier, WriteQueue]]) -> None:
-        node, kind = self._ram.node_of(row), self._rows.kind[row]
+    def _offer_committed(self, node: int, kind: int, to: list[tuple[LowerTier, WriteQueue]]) -> None:
         for _, queue in to:
             queue.offer(node, kind)
             if kind == self._tree.path_kind(node) and not self._index.is_leaf(node):
                 queue.offer_below(node)
 
-    def _offer_following(self, row: int) -> None:
+    def _offer_following(self, node: int, kind: int) -> None:
         """Offer an object to the shared tiers without which a restart would lose it, whatever their policy.
 
         A restart knows what RAM and disk tiers have, while a shared tier has to be asked. So an object whose path lies
         in a shared tier alone has to lie there, too.
         """
-        index, node = self._index, self._ram.node_of(row)
-        path_kind = self._tree.path_kind(node)
-        before = node if self._rows.kind[row] != path_kind else index.parent(node)
+        index, path_kind = self._index, self._tree.path_kind(node)
+        before = node if kind != path_kind else index.parent(node)
         if self._found_after_restart(before, path_kind):
             self._kept_path = node
             return
         above = index.row(before, path_kind)
         for tier, queue in self._shared:
             if tier.has(before, path_kind) or (above != NO_ROW and queue.has(above)):
-                self._offer_committed(row, [(tier, queue)])
+                self._offer_committed(node, kind, [(tier, queue)])
 
     def _found_after_restart(self, node: int, path_kind: int) -> bool:
         """Return whether RAM or a disk tier has the path object of every chunk up to this one."""

@@ -25,6 +25,7 @@ _RECORD_BYTES: Final = record_bytes(4)
 @dataclass(eq=False, slots=True)
 class _Write:
     name: ObjectName
+    cost_bytes: int
     extents: tuple[Extent, ...]
     loan: Loan
     raw_sum: int | None
@@ -33,10 +34,6 @@ class _Write:
     sequence: int = 0
     overdue: bool = False  # answered TIMEOUT: its place is free when its worker is gone
     appending: bool = False  # the journal has its PUT, or may have: an opening says whose its place is
-
-    @property
-    def cost_bytes(self) -> int:
-        return object_bytes(self.name.raw_bytes)
 
 
 class Writing:
@@ -77,7 +74,7 @@ class Writing:
         done: Callable[[Written], None],
     ) -> None:  # fmt: skip
         until = self._clock() + self._medium.config.deadline_seconds
-        write = _Write(name, tuple(extents), loan, raw_sum, Once(done), until)
+        write = _Write(name, object_bytes(name.raw_bytes), tuple(extents), loan, raw_sum, Once(done), until)
         if not self._has_room(write.cost_bytes):
             done(Written(IoOutcome.NO_SPACE))
             return
