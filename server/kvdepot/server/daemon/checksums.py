@@ -107,12 +107,14 @@ class ChecksumService:
 
         One that cannot be packed stays lent until the worker ends, so that others come first.
         """
-        while len(self._jobs) < _JOBS_MAX and sum(self._jobs.values()) < _JOB_BYTES_MAX:
+        job_bytes = sum(self._jobs.values())
+        while len(self._jobs) < _JOBS_MAX and job_bytes < _JOB_BYTES_MAX:
             job = self._depot.next_to_sum()
             if job is None:
                 break
             self._unsent += JOBS.pack(Sum(job.generation, job.extents), job.row)
-            self._jobs[job.row] = sum(length for _, length in job.extents)
+            self._jobs[job.row] = size_bytes = sum(length for _, length in job.extents)
+            job_bytes += size_bytes
 
     def _take_comparisons(self) -> None:
         while (pair := self._depot.next_to_compare()) is not None:  # few, by the audit's own limits

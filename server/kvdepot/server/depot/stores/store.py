@@ -246,8 +246,8 @@ class Stores:
                 return self._no_room(namespace, self._ram.rounded(size_bytes))
             if self._tree.full:
                 self._tree.make_room_for_nodes(1)
-            if self._tree.full:
-                return ReserveOutcome.NO_ROOM
+                if self._tree.full:
+                    return ReserveOutcome.NO_ROOM
             # Eviction may have taken the parent, had it no other child: look again.
             if one.parent != ROOT_KEY and self._index.find(namespace.slot, one.parent) != above:
                 return ReserveOutcome.NO_PARENT
