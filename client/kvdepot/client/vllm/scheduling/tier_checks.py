@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 ROUND_SECONDS: Final = 0.8
 """In which every announced chunk is asked for once. So a removal is published within a second, if steps are short."""
 CHUNKS_PER_CALL: Final = 2048
-"""The daemon's thread takes 0.6 ms for so many (`benchmarks.index`)."""
-CALLS_PER_STEP: Final = 2
+"""At most one call a step. The daemon's thread takes 0.6 ms for it (`benchmarks.index`), and a step up to 30 ms."""
 TIMEOUT_SECONDS: Final = 1.0
 REFUSED_SECONDS: Final = 60.0
 
@@ -54,11 +53,8 @@ class TierChecks:
             self._round = list(self._events.announced.items())
             self._pause_seconds = ROUND_SECONDS / -(-len(self._round) // CHUNKS_PER_CALL)
             self._due = now
-        for _ in range(CALLS_PER_STEP):
-            if self._round and self._due <= now:
-                self._ask(namespace)
-
-    def _ask(self, namespace: bytes) -> None:
+        if not self._round:
+            return
         part, self._round = self._round[-CHUNKS_PER_CALL:], self._round[:-CHUNKS_PER_CALL]
         self._due += self._pause_seconds
         self._unanswered += 1

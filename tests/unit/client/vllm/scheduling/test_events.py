@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.scheduling import events as events_module
 from kvdepot.client.vllm.scheduling.events import Blocks, KvEvents
 from kvdepot.core.calls import Kind, Nearest
 from kvdepot.core.misses import MissReason
@@ -127,3 +128,57 @@ def test_an_answer_about_many_chunks_with_the_same_blocks_is_looked_at_once(
     monkeypatch.setattr(events, "_nearest", counted)
     found(events, *[BELOW] * 99, RAM)
     assert looked["at"] == 1
+
+
+def chain(events: KvEvents, count: int) -> list[Any]:
+    """Announce so many chunks of one prompt, and return their blocks in order."""
+    hashes = tuple(b"h%d" % number for number in range(2 * count))
+    one: Any = SimpleNamespace(keys=[b"key %d" % number for number in range(count)], request=None)
+    one.request = SimpleNamespace(block_hashes=hashes)
+    for chunk in range(count):
+        events.stored(one, chunk)
+    events.take()
+    return [list(hashes[2 * chunk : 2 * chunk + 2]) for chunk in range(count)]
+
+
+def reset_engine(events: KvEvents) -> None:
+    events._pool = SimpleNamespace(cached_block_hash_to_block=object())
+
+
+def test_after_a_reset_of_the_engines_cache_some_chunks_a_step_are_announced_again(
+    events: KvEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_module, "AGAIN_PER_STEP", 2)
+    blocks = chain(events, 5)
+    reset_engine(events)
+    assert events.take() == [("stored", RAM, blocks[0]), ("stored", RAM, blocks[1])]
+    assert events.take() == [("stored", RAM, blocks[2]), ("stored", RAM, blocks[3])]
+    assert events.take() == [("stored", RAM, blocks[4])]
+    assert events.take() == []
+
+
+def test_what_changes_before_its_turn_is_announced_once(events: KvEvents, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "AGAIN_PER_STEP", 1)
+    blocks = chain(events, 4)
+    reset_engine(events)
+    assert events.take() == [("stored", RAM, blocks[0])]
+    events.missing(b"key 3")
+    events.found([(b"key 2", events.announced[b"key 2"])], bytes([BELOW]))
+    assert events.take() == [("stored", BELOW, blocks[2]), ("stored", RAM, blocks[1])]
+    assert events.take() == events.take() == []
+    assert list(events.announced) == [b"key 0", b"key 1", b"key 2"]
+    assert len(events._blocks) == 3
+
+
+def test_a_second_reset_begins_again(events: KvEvents) -> None:
+    blocks = chain(events, 2)
+    for _ in range(2):
+        reset_engine(events)
+        assert events.take() == [("stored", RAM, one) for one in blocks]
+
+
+def test_nothing_is_kept_of_chunks_that_are_gone(events: KvEvents) -> None:
+    chain(events, 4)
+    found(events, ABSENT, RAM, BELOW, ABSENT)
+    events.reset()
+    assert not events.announced and not events._blocks and not events._following

@@ -65,11 +65,11 @@ def test_every_chunk_is_asked_for_once_a_round_in_parts() -> None:
     assert engine.step(third) == [[6, 7, 8, 9]], "the next round"
 
 
-def test_a_step_asks_for_two_parts_at_most() -> None:
-    engine = Engine(18)
-    assert engine.step() == [[14, 15, 16, 17]]
-    assert engine.step(10.0) == [[10, 11, 12, 13], [6, 7, 8, 9]]
-    assert engine.step() == [[2, 3, 4, 5], [0, 1]]
+def test_a_step_asks_for_one_part() -> None:
+    engine = Engine(10)
+    assert engine.step() == [[6, 7, 8, 9]]
+    assert engine.step(10.0) == [[2, 3, 4, 5]]
+    assert engine.step() == [[0, 1]]
 
 
 @pytest.mark.parametrize("answer", [CallFailure(FailureReason.DEADLINE), FindTiersReply(b"")], ids=["none", "short"])
