@@ -32,6 +32,12 @@ def cold(tokens: list[int], count: int = 4) -> list[int]:
     return known[len(tokens) :]
 
 
+def evict(engine: ScriptedEngine, objects: int = 1 << 20) -> None:
+    """Let the daemon evict so many objects, or all, as above its high watermark."""
+    ram = engine.depot.engine._ram
+    ram.evictor.evict_to(ram.rooms[0], 0, objects, "watermark")
+
+
 def rank_copier(engine: ScriptedEngine, rank: int) -> CpuCopier:
     worker: Any = engine.workers[rank].worker_side
     copier: CpuCopier = worker._copies._copier

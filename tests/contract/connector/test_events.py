@@ -1,4 +1,4 @@
-"""KV events for routers: what the daemon has for this engine, by its own hashes, next to those of its cache."""
+"""KV events for routers: what the daemon has for an engine, by the engine's hashes, next to those of its cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
-from tests.rigs.connector_rig import Make, cold, prompt
+from tests.rigs.connector_rig import Make, cold, evict, prompt
 
 
 class Router:
@@ -29,6 +29,7 @@ class Router:
         engine.scheduler.kv_event_publisher.publish = self._publish
 
     def _publish(self, batch: Any) -> None:
+        cleared = False
         for event in batch.events:
             if isinstance(event, BlockStored):
                 assert event.medium is not None
@@ -36,19 +37,16 @@ class Router:
             elif isinstance(event, BlockRemoved):
                 assert event.medium is not None
                 for block_hash in event.block_hashes:
+                    assert cleared or block_hash in self.blocks[event.medium], "it was not there"
                     self.blocks[event.medium].pop(block_hash, None)
             else:  # all that the engine has told, as routers understand it
+                cleared = True
                 for blocks in self.blocks.values():
                     blocks.clear()
 
     def depth(self) -> int:
         """Blocks that the daemon has in RAM."""
         return len(self.blocks["CPU"])
-
-
-def evict(engine: ScriptedEngine, objects: int = 1 << 20) -> None:
-    depot = engine.depot.engine
-    depot._ram.evictor.evict_to(depot._ram.rooms[0], 0, objects, "watermark")
 
 
 @pytest.mark.requirement("P10")

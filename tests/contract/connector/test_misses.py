@@ -22,7 +22,7 @@ from kvdepot.core.misses import LOOKUP_REASONS, MissReason
 from tests.fakes.broken_copies import break_copies
 from tests.fakes.frontend import Frontend
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.rigs.connector_rig import Gate, Make, cold, prompt, rank_copier
+from tests.rigs.connector_rig import Gate, Make, cold, evict, prompt, rank_copier
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 
@@ -131,8 +131,7 @@ def reads_no_cache(scene: Scene) -> Iterator[Asked]:
 @contextmanager
 def gone(scene: Scene) -> Iterator[Asked]:
     engine = scene.engine()
-    ram = engine.depot.engine._ram
-    before_load(engine, lambda: ram.evictor.evict_to(ram.rooms[0], 0, 1 << 20, "watermark"))
+    before_load(engine, lambda: evict(engine))
     yield Asked(engine, also={("stale_total", "missing"): 1, ("failed_loads_total", "missing"): 1})
 
 

@@ -22,7 +22,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
-from tests.rigs.connector_rig import Make, cold, prompt
+from tests.rigs.connector_rig import Make, cold, evict, prompt
 from tests.rigs.dynamo_router import NEEDS_ROUTER, Blocks, DynamoRouter
 from tests.rigs.patience import wait_until
 
@@ -41,7 +41,7 @@ def router() -> Iterator[DynamoRouter]:
 def lose_everything(engine: ScriptedEngine) -> None:
     """Let the daemon evict all, and have no room for it again."""
     depot = engine.depot.engine
-    depot._ram.evictor.evict_to(depot._ram.rooms[0], 0, 1 << 20, "watermark")
+    evict(engine)
     depot.configure(replace(depot._config, credit_bytes=1), {})
 
 

@@ -106,8 +106,11 @@ class KvEvents:
         if not self.on:
             return
         known = self.announced.pop(key, None)
+        if known is not None:
+            known.blocks.chunks[key] = self.announced[key] = Chunk(known.blocks, known.tier)
+            return
         blocks = self._blocks_of(state.request, chunk)
-        blocks.chunks[key] = self.announced[key] = Chunk(blocks, Nearest.RAM if known is None else known.tier)
+        blocks.chunks[key] = self.announced[key] = Chunk(blocks, Nearest.RAM)
         self._publish([blocks])
         if len(self.announced) > CHUNKS_MAX:
             self._remove([next(iter(self.announced))])

@@ -51,9 +51,8 @@ def started(session: SlowSession) -> tuple[Loads, RequestState]:
     namespaces: Any = SimpleNamespace(registered_id=b"n" * 16, epoch_number=0)
     stub: Any = session
     settings, counters = Settings(Endpoint("/unused")), Counter[str]()
-    blocks: Any = SimpleNamespace(
-        cached_block_hash_to_block=None
-    )  # with attention alone, the local hit is all there is
+    # Hardly used: with attention alone, the local hit is all that there is.
+    blocks: Any = SimpleNamespace(cached_block_hash_to_block=None)
     local_reuse = LocalReuse(blocks, planner, (0,), 16, 0, blocks)
     loads = Loads(
         stub, namespaces, planner, settings, lambda: 0.0, counters, KvEvents(planner, blocks, (0,), 16, None),
