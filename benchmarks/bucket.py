@@ -9,6 +9,7 @@ MiB, checksums on, keys always fresh.
   Every byte is compared.
 - obstore puts and gets as many objects, with as many in flight as the tier's workers have. It neither checks nor copies
   them. Rounds alternate: obstore, tier, obstore.
+- Neither signs payloads, as is usual over https. With `--sign-payload` both do.
 
 `acquire_p99_ratio`: what another engine's acquires of objects in RAM take while the server is stopped and objects are
 committed, against idle, in alternating windows.
@@ -59,6 +60,7 @@ prefix = "bench/{prefix}"
 endpoint = "{endpoint}"
 region = "us-east-1"
 allow_http = true
+sign_payload = "{sign}"
 credentials_file = "{credentials}"
 capacity = "64GiB"
 write = "commit"
@@ -70,10 +72,10 @@ deadline = "2s"
 class Obstore:
     """The library alone."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *, sign: bool) -> None:
         self._store = S3Store(
             BUCKET, endpoint=endpoint, access_key_id="testing", secret_access_key="testing", region="us-east-1",
-            virtual_hosted_style_request=False, client_options={"allow_http": True},
+            virtual_hosted_style_request=False, client_options={"allow_http": True}, unsigned_payload=not sign,
         )  # fmt: skip
         self._payload = memoryview(os.urandom(OBJECT_BYTES))
         self._stored: list[str] = []
@@ -147,14 +149,19 @@ def _stores(depot: DiskDepot, over: Callable[[float], bool]) -> None:
 
 
 @contextmanager
-def bucket_daemon(directory: Path, endpoint: str, ram: str) -> Iterator[Daemon]:
+def bucket_daemon(directory: Path, endpoint: str, ram: str, *, sign: bool) -> Iterator[Daemon]:
     credentials = directory / "credentials"
     credentials.write_text("access_key_id = testing\nsecret_access_key = testing\n")
     credentials.chmod(0o600)
     config = directory / "kvdepot.toml"
     config.write_text(
         CONFIG.format(
-            bucket=BUCKET, endpoint=endpoint, credentials=credentials, workers=WORKERS, prefix=os.urandom(4).hex()
+            bucket=BUCKET,
+            endpoint=endpoint,
+            credentials=credentials,
+            workers=WORKERS,
+            prefix=os.urandom(4).hex(),
+            sign="always" if sign else "never",
         )
     )
     with daemon(ram, config=config) as started:
@@ -164,7 +171,7 @@ def bucket_daemon(directory: Path, endpoint: str, ram: str) -> Iterator[Daemon]:
 def measure(
     directory: Path, endpoint: str, server_pid: int | None, options: argparse.Namespace, report: Report
 ) -> None:
-    with bucket_daemon(directory, endpoint, options.ram) as started:
+    with bucket_daemon(directory, endpoint, options.ram, sign=options.sign_payload) as started:
         status = Status(started.endpoint)
         status.wait_populated(started)
         wait_ready(status)
@@ -177,7 +184,7 @@ def measure(
             while filled < started.arena_bytes:  # so that RAM has lost what is got
                 depot.put(64)
                 filled += 64 * OBJECT_BYTES
-            plain = Obstore(endpoint)
+            plain = Obstore(endpoint, sign=options.sign_payload)
             ways = {"put": (depot.put, plain.put), "get": (depot.get, plain.get)}
             measure_speed(ways, "obstore", options.rounds, options.round_mib * MIB // OBJECT_BYTES, 0.8, report)
             if server_pid is not None:
@@ -191,6 +198,7 @@ def main() -> None:
     parser.add_argument("--ram", default="1536MiB", help="capacity of the daemon's RAM tier (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-mib", type=int, default=256, help="moved a round (default %(default)s)")
+    parser.add_argument("--sign-payload", action="store_true", help="payloads are part of signatures")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     options: Any = parser.parse_args()
     report = Report("bucket: 4 MiB objects, obstore beside it")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
+from kvdepot.server.io.bucket import SignPayload
 from kvdepot.server.platform.addresses import is_peers_url
 from pydantic import BaseModel, Field, field_validator
 
@@ -25,6 +26,7 @@ class BucketKeys(BaseModel):
     credentials_file: str = ""
     allow_http: bool = False
     unconditional: bool = False
+    sign_payload: Annotated[SignPayload, Field(strict=False)] = SignPayload.AUTO
 
     @field_validator("url")
     @classmethod
@@ -58,6 +60,8 @@ class BucketKeys(BaseModel):
             raise ValueError(f"expected the url of a bucket, got an address: {self.url}")
         if self.endpoint and not self.url.startswith("s3:"):
             raise ValueError("endpoint needs a url that begins with s3://")
+        if self.sign_payload is not SignPayload.AUTO and not self.url.startswith("s3:"):
+            raise ValueError("sign_payload needs a url that begins with s3://")
         if self.endpoint.startswith("http:") and not self.allow_http:
             raise ValueError("endpoint is http://, so that anybody on the way reads and changes all: set allow_http")
 

@@ -14,8 +14,8 @@ PEER_KIND: Final = "peer"
 PEERS_MAX: Final = 4
 _NOT_OF_PEERS: Final = (
     "path", "write", "drive_writes_per_day", "write_budget", "read_budget", "request_budget", "codec", "fsync",
-    "key_file", "prefix", "endpoint", "region", "credentials_file", "allow_http", "unconditional", "high_watermark",
-    "low_watermark",
+    "key_file", "prefix", "endpoint", "region", "credentials_file", "allow_http", "unconditional", "sign_payload",
+    "high_watermark", "low_watermark",
 )  # fmt: skip
 
 

@@ -256,7 +256,8 @@ class TierTable(BucketKeys, PeerKeys, _WatermarkTable):
         if self.kind == PEER_KIND:
             return self
         if self.kind != OBJECT_KIND:
-            if given := [name for name in _OF_BUCKETS if getattr(self, name)]:
+            fields = type(self).model_fields
+            if given := [name for name in _OF_BUCKETS if getattr(self, name) != fields[name].default]:
                 raise ValueError(f'{given[0]} needs kind = "{OBJECT_KIND}"')
             if not self.path:
                 raise ValueError("path is required: the absolute path of a directory")

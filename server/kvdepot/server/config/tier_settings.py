@@ -57,6 +57,7 @@ def object_config(tables: Tables, tier: TierTable, keys: KeyRing = NO_KEYS) -> O
     """Return the settings of one object tier."""
     bucket = BucketSettings(
         tier.place, tier.endpoint, tier.region, tier.allow_http, tier.credentials_file, tier.unconditional,
+        tier.sign_payload,
         # The daemon's deadline comes first: it ends the worker, and with it whatever reads the arena.
         timeout_seconds=2 * tier.deadline,
     )  # fmt: skip

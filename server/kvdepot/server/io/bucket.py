@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -32,6 +33,17 @@ Version = Mapping[str, str]
 """What a provider tells one object of a key from the next by: an `e_tag` (S3, Azure) or a `version` (GCS)."""
 
 
+class SignPayload(StrEnum):
+    """Whether the signature of a put to S3 also covers the payload, whose SHA-256 is most of what a put costs.
+
+    Readers do not need it: each object has a checksum of its own.
+    """
+
+    AUTO = "auto"  # as AWS's own libraries: only where a request may go over http
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True)
 class BucketSettings:
     """Where a bucket is, and how it is asked. Nothing here is secret: it is an argument of the worker."""
@@ -42,15 +54,23 @@ class BucketSettings:
     allow_http: bool = False
     credentials_file: str = ""  # empty: the provider's own chain
     unconditional: bool = False  # whether a server may ignore If-None-Match
+    sign_payload: SignPayload = SignPayload.AUTO
     timeout_seconds: float = 10.0  # of one request, its retries included
     retries: int = 2
+
+    @property
+    def signs_payload(self) -> bool:
+        if self.sign_payload is SignPayload.AUTO:
+            return self.allow_http
+        return self.sign_payload is SignPayload.ALWAYS
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def unpack(cls, text: str) -> Self:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        return cls(**values | {"sign_payload": SignPayload(values["sign_payload"])})
 
 
 class Incoming:
@@ -242,6 +262,8 @@ def _open(settings: BucketSettings, credentials: dict[str, str]) -> Any:
             config |= {"endpoint": settings.endpoint, "virtual_hosted_style_request": False}
         if settings.region:
             config["region"] = settings.region
+        if not settings.signs_payload:
+            config["unsigned_payload"] = True
     seconds = timedelta(seconds=settings.timeout_seconds)
     network: dict[str, Any] = {}
     if settings.url.partition(":")[0] not in ("memory", "file"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import socket
 import threading
 from pathlib import Path
 
 import pytest
-from kvdepot.server.io.bucket import Bucket, BucketSettings
+from kvdepot.server.io.bucket import Bucket, BucketSettings, SignPayload
 from kvdepot.server.io.jobs import Part
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
@@ -18,6 +19,7 @@ from tests.rigs.patience import patient
 
 SECRET = "hunter2"
 KEY = "a/b.kvd"
+PAYLOAD = b"payload" * 100
 LARGE_BYTES = 32 << 20
 """More than the sockets hold."""
 UNREAD_SECONDS = 0.5
@@ -132,6 +134,45 @@ def test_a_put_into_a_bucket_that_is_gone_is_an_error(monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="NoSuchBucket") as raised:
         in_memory().create(KEY, [b"1"])
     assert raised.value.errno == errno.EIO
+
+
+class RecordingServer:
+    """Answers one put, and keeps what came before its payload."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.head = b""
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        with self._socket, self._socket.accept()[0] as client:
+            received = b""
+            while PAYLOAD not in received:
+                received += client.recv(1 << 16)
+            self.head = received.partition(b"\r\n\r\n")[0].lower()
+            client.sendall(b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: 0\r\n\r\n')
+
+
+@pytest.mark.parametrize("sign", SignPayload)
+def test_a_signature_covers_the_payload_over_http_unless_never_is_said(tmp_path: Path, sign: SignPayload) -> None:
+    server = RecordingServer()
+    file = tmp_path / "credentials"
+    file.write_text("access_key_id = a\nsecret_access_key = b\n")
+    file.chmod(0o600)
+    settings = BucketSettings(
+        "s3://kv", server.url, "r", allow_http=True, credentials_file=str(file), retries=0, sign_payload=sign
+    )
+    Bucket(BucketSettings.unpack(settings.pack())).create(KEY, [PAYLOAD])
+    server.thread.join()
+    covered = "unsigned-payload" if sign is SignPayload.NEVER else hashlib.sha256(PAYLOAD).hexdigest()
+    assert f"x-amz-content-sha256: {covered}\r\n".encode() in server.head + b"\r\n"
+
+
+def test_over_https_a_signature_covers_the_payload_only_if_always_is_said() -> None:
+    signs = {sign: BucketSettings("s3://kv", sign_payload=sign).signs_payload for sign in SignPayload}
+    assert signs == {SignPayload.AUTO: False, SignPayload.ALWAYS: True, SignPayload.NEVER: False}
 
 
 class EarlyServer:
