@@ -118,6 +118,12 @@ def port_of(source: DaemonProcess) -> int:
     return int(re.findall(r"peers connect to tcp://\S*?:(\d+)", source.log)[-1])
 
 
+def chosen_by(reader: DaemonProcess) -> dict[int, str]:
+    """Return the peers of the reader's tier by port, and why each was chosen, as its log says."""
+    line = re.findall(r"tier peer-0: peers: (.*)", reader.log)[-1]
+    return {int(port): why for port, why in re.findall(r":(\d+) \((by \w+)", line)}
+
+
 def tier_of(daemon: DaemonProcess, number: int = 0) -> TierStatus:
     return status_of(daemon.socket).tiers[1 + number]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.rigs.peer_fleet import (
     BORROWING,
     LENT,
     Fleet,
+    chosen_by,
     filled,
     located,
     payloads,
@@ -23,7 +25,7 @@ from tests.rigs.peer_fleet import (
     stored,
     tier_of,
 )
-from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 from tests.rigs.stopping import stop
 
 LENDER = b"kvdepot.server.io.nixl_lender"
@@ -113,6 +115,35 @@ def test_without_nixl_on_one_side_objects_come_over_the_stream_and_the_log_says_
         assert engine.load(keys) == payloads(keys)
     assert counter(reader, "peer_loaded_bytes.peer-0/stream") == 4 * OBJECT_BYTES
     assert f"objects come over stream: {why}" in reader.log
+
+
+@pytest.mark.requirement("T3", "B3")
+@pytest.mark.parametrize("named", [False, True])
+def test_a_daemon_that_joins_for_one_lookup_is_read_over_nixl_too(fleet: Fleet, tmp_path: Path, named: bool) -> None:
+    sources = {port_of(source): source for source in (lending(fleet), lending(fleet))}
+    for port, source in sources.items():
+        stored(source, keys_of(f"of {port}", 3))
+    file = tmp_path / "peers"
+    file.write_text("".join(f"127.0.0.1:{port}\n" for port in sources))
+    reader = fleet.reader(
+        url=f"file://{file}", ram="1GiB", of_tier=f"{BORROWING}io_workers = 1\npeers_max = 1\n", deadline="20s",
+        under=("tests.fakes.peer_waits",),
+    )  # fmt: skip
+    wait_until(lambda: counter(reader, "peer_summaries.peer-0/new") >= 2, "both have given a summary")
+    (port,) = sources.keys() - chosen_by(reader).keys()
+    arena_id = status_of(sources[port].socket).arena_id
+    keys = keys_of("later" if named else f"of {port}", 3)
+    with RawEngine(reader.socket) as engine:
+        if named:  # and no summary has it
+            stored(sources[port], keys)
+            assert engine.located_at(keys, arena_id).boundary_tokens == 3 * CHUNK_TOKENS
+        else:
+            located(engine, keys)
+        assert chosen_by(reader)[port] in (("by name",) if named else ("by lookup", "by summary"))
+        assert engine.load(keys) == payloads(keys)
+    assert counter(reader, "peer_loaded_bytes.peer-0/nixl") == 3 * OBJECT_BYTES
+    assert counter(reader, "peer_loaded_bytes.peer-0/stream") == 0
+    none_lent(*sources.values(), reader)
 
 
 # Sources that stop or end

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -22,7 +21,7 @@ from kvdepot.server.tiers.peer.seats import Seats
 
 from tests.fakes.lying_source import FAILED_SUMMARIES, OF_LOOKUPS, REFUSED_SUMMARIES, TAKEN_SUMMARIES, LyingSource
 from tests.rigs.patience import patient, until, wait_until
-from tests.rigs.peer_fleet import Fleet, located, payloads, served_again, stopped, stored
+from tests.rigs.peer_fleet import Fleet, chosen_by, located, payloads, served_again, stopped, stored
 from tests.rigs.peer_live import ARENA_ID, PeerLive
 from tests.rigs.peer_sources import NAMES, Sources, found, readable, with_sources
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, status_of
@@ -330,12 +329,6 @@ def test_a_source_whose_summary_is_a_lie_gets_no_seat_and_serves_nothing_that_it
         assert members(live) == before and caplog.text.count(f"{liar.port} (by") == 1, "it is believed once"
 
     with_sources(tmp_path, test, **QUICK)
-
-
-def chosen_by(reader: Any) -> dict[int, str]:
-    """Return the peers of the reader's tier by port, and why each was chosen, as its log says."""
-    line = re.findall(r"tier peer-0: peers: (.*)", reader.log)[-1]
-    return {int(port): why for port, why in re.findall(r":(\d+) \((by \w+)", line)}
 
 
 def chosen_in(reader: Any, prompt: str) -> tuple[int, list[bytes], list[bytes] | None]:
