@@ -74,10 +74,11 @@ class CandidateHeap:
             (self._rise if score < before else self._sink)(self._heaps[self._group[node]], self._place[node], node)
 
     def discard(self, node: int) -> None:
-        if node not in self:
+        places = self._place
+        if node >= len(places) or (place := places[node]) == _NOT_A_CANDIDATE:
             return
-        place, group = self._place[node], self._group[node]
-        self._place[node] = _NOT_A_CANDIDATE
+        group = self._group[node]
+        places[node] = _NOT_A_CANDIDATE
         heap = self._heaps[group]
         last = heap.pop()
         if last != node:

@@ -90,6 +90,11 @@ class Evictor:
 
     def update_candidate(self, node: int) -> None:
         """Tell the policy whether something of the node may go. Whether it is busy shows when it is the victim."""
+        if self._holding.children(node) and not self._several(node):
+            # The common case, inside a path of attention alone: what follows needs it, so it is no orphan either.
+            self.policy.on_not_candidate(node)
+            self.no_orphan(node)
+            return
         worth = self.worth(node)
         if worth is None:
             self.policy.on_not_candidate(node)
@@ -113,8 +118,8 @@ class Evictor:
 
     def removed(self, node: int) -> None:
         self.policy.on_removed(node)
-        slot = self._tree.index.namespace(node)
-        self._deferred.get(slot, set()).discard(node)
+        if self._deferred:
+            self._deferred.get(self._tree.index.namespace(node), set()).discard(node)
         self.no_orphan(node)
 
     def worth(self, node: int) -> float | None:
@@ -126,7 +131,10 @@ class Evictor:
         copied = self._copied(node, kinds)
         if not copied and not tree.usable.serves(node):
             return USELESS
-        size_bytes = sum(self._holding.cost_bytes(at, kind) for at, kinds in self._unit(node, kinds) for kind in kinds)
+        size_bytes = 0
+        for at, going in self._unit(node, kinds):
+            for kind in going:
+                size_bytes += self._holding.cost_bytes(at, kind)
         above = tree.usable.resume(node)
         tokens = tree.index.boundary(node) - (tree.index.boundary(above) if above != NONE else 0)
         seconds = tokens / RECOMPUTE_TOKENS_PER_SECOND
@@ -137,15 +145,12 @@ class Evictor:
     def _going(self, node: int) -> list[int]:
         """Return the kinds of the node's objects that may go now."""
         tree, holding = self._tree, self._holding
-        leaf = tree.index.is_leaf(node)
-        if not leaf and holding.children(node) and not self._several(node):
-            return []  # the common case: an inner node of a namespace of attention alone
         kinds = self._whole(node)
         if node == self.filling or not kinds or holding.kept(node):
             return []
         if self._holds_pins(node):
             return [kind for kind in kinds if not holding.pinned(node, kind)]
-        if leaf:
+        if tree.index.is_leaf(node):
             return [] if not tree.usable.serves(node) and node in tree.in_use else kinds
         namespace = tree.namespaces.by_slot[tree.index.namespace(node)]
         return [kind for kind in kinds if self._may_leave(namespace, node, kind)]
@@ -179,25 +184,23 @@ class Evictor:
         unit = [(node, kinds)]
         if not tree.index.is_leaf(node):
             return unit
-        stays = self._stays(node, kinds)
+        stays = False  # whether another tier keeps anything of the unit in the tree
         at = tree.index.parent(node)
-        while at != NONE and len(unit) < UNIT_NODES_MAX:
-            kinds = self._going_along(at, stays)
-            if not kinds:
+        while at != NONE and len(unit) < UNIT_NODES_MAX and self._serves_only_below(at):
+            stays = stays or self._stays(*unit[-1])
+            kinds = self._whole(at)
+            if not kinds or (stays and not self._copied(at, kinds)):
                 break
             unit.append((at, kinds))
-            stays = stays or self._stays(at, kinds)
             at = tree.index.parent(at)
         return unit
 
-    def _going_along(self, at: int, stays: bool) -> list[int]:
+    def _serves_only_below(self, at: int) -> bool:
+        """Return whether the node serves nobody without the one node below it, and nothing keeps it."""
         tree, holding = self._tree, self._holding
         if tree.usable.usable(at) or tree.index.branches(at) or at in tree.in_use or at == self.filling:
-            return []
-        if holding.busy(at) or holding.kept(at) or self._holds_pins(at):
-            return []
-        kinds = self._whole(at)
-        return kinds if not stays or self._copied(at, kinds) else []
+            return False
+        return not (holding.busy(at) or holding.kept(at) or self._holds_pins(at))
 
     def _copied(self, node: int, kinds: list[int]) -> bool:
         """Return whether other tiers have all of these objects."""
@@ -261,12 +264,12 @@ class Evictor:
 
     def _drop(self, reason: str, node: int, unit: list[tuple[int, list[int]]]) -> int:
         self.policy.on_evicted(node, self._heir(node))
-        size_bytes = 0
+        objects = size_bytes = 0
         for at, kinds in unit:
+            objects += len(kinds)
             for kind in kinds:
                 size_bytes += self._holding.cost_bytes(at, kind)
                 self._holding.drop(at, kind)
-        objects = sum(len(kinds) for _, kinds in unit)
         self._holding.count_evicted(reason, objects, size_bytes)
         for at, _ in unit:
             self._tree.changed(at)
@@ -393,9 +396,8 @@ class Evictor:
         return 0 if any(tree.index.rows_of(at) or at in tree.in_use for at in below) else len(below)
 
     def _note_orphan(self, node: int) -> None:
-        slot = self._tree.index.namespace(node)
         if self._orphan_kinds(node):
-            self._orphans.setdefault(slot, {}).setdefault(node, None)
+            self._orphans.setdefault(self._tree.index.namespace(node), {}).setdefault(node, None)
         else:
             self.no_orphan(node)
 

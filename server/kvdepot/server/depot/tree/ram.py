@@ -428,7 +428,7 @@ class RamTier:
         return any(map(self.lent.pinned, self._index.rows_of(node)))
 
     def kept(self, node: int) -> bool:
-        return any(self._prefetch_pinned[row] for row in self._index.rows_of(node))
+        return any(map(self._prefetch_pinned.__getitem__, self._index.rows_of(node)))
 
     def pinned(self, node: int, kind: int) -> bool:
         row = self._index.row(node, kind)
