@@ -92,7 +92,7 @@ class Index:
         while node := self._slot[at]:
             node -= 1
             if self._key[2 * node] == low and self._key[2 * node + 1] == high and self._namespace[node] == namespace:
-                return int(node)
+                return node
             at = (at + 1) & self._slot_mask
         return NONE
 
@@ -134,14 +134,14 @@ class Index:
 
     def row(self, node: int, kind: int) -> int:
         """Return the head row of the node's object, or NO_ROW."""
-        return int(self._rows[kind - 1][node])
+        return self._rows[kind - 1][node]
 
     def rows_of(self, node: int) -> list[int]:
         return [rows[node] for rows in self._rows if rows[node] != NO_ROW]
 
     def handle(self, tier: int, node: int, kind: int) -> int:
         """Return the object's handle in a lower tier, or NO_HANDLE."""
-        return int(self._handles[tier][kind - 1][node])
+        return self._handles[tier][kind - 1][node]
 
     def kinds_in_tier(self, tier: int, node: int) -> list[int]:
         """Return the kinds of the node's objects in a lower tier."""
@@ -159,11 +159,11 @@ class Index:
 
     def children_in_ram(self, node: int) -> int:
         """Return how many children have a row."""
-        return int(self._children_in[0][node])
+        return self._children_in[0][node]
 
     def children_in_tier(self, tier: int, node: int) -> int:
         """Return how many children have an object in a lower tier."""
-        return int(self._children_in[1 + tier][node])
+        return self._children_in[1 + tier][node]
 
     def has_objects(self, node: int) -> bool:
         """Return whether RAM or any lower tier has an object of the node."""
@@ -171,7 +171,7 @@ class Index:
 
     def boundary(self, node: int) -> int:
         """Return the boundary that ends the chunk, in tokens."""
-        return int(self._boundary[node])
+        return self._boundary[node]
 
     def key(self, node: int) -> bytes:
         low_high: bytes = self.keys[node].tobytes()
@@ -179,13 +179,13 @@ class Index:
 
     def mark(self, node: int) -> int:
         """Return 64 bits of the node's key."""
-        return int(self._key[2 * node])
+        return self._key[2 * node]
 
     def namespace(self, node: int) -> int:
-        return int(self._namespace[node])
+        return self._namespace[node]
 
     def parent(self, node: int) -> int:
-        return int(self._parent[node])
+        return self._parent[node]
 
     def parents_of(self, nodes: Nodes) -> U32:
         parents: U32 = np.asarray(self._parent)[nodes]
@@ -308,19 +308,20 @@ class Index:
         np.add.at(np.asarray(self._children_in[0]), parents[parents != NONE], 1)
 
     def set_row(self, node: int, kind: int, row: int) -> None:
-        before = self.rows_of(node)
-        self._rows[kind - 1][node] = row
-        self._count_child(0, node, bool(before), bool(self.rows_of(node)))
+        before, self._rows[kind - 1][node] = self._rows[kind - 1][node], row
+        if (before == NO_ROW) != (row == NO_ROW):
+            self._count_child(0, node, len(self.kinds_in_ram(node)), 1 if before == NO_ROW else -1)
 
     def set_handle(self, tier: int, node: int, kind: int, handle: int) -> None:
-        before = self.kinds_in_tier(tier, node)
-        self._handles[tier][kind - 1][node] = handle
-        self._count_child(1 + tier, node, bool(before), bool(self.kinds_in_tier(tier, node)))
+        before, self._handles[tier][kind - 1][node] = self.handle(tier, node, kind), handle
+        if (before == NO_HANDLE) != (handle == NO_HANDLE):
+            self._count_child(1 + tier, node, len(self.kinds_in_tier(tier, node)), 1 if before == NO_HANDLE else -1)
 
-    def _count_child(self, place: int, node: int, before: bool, after: bool) -> None:
+    def _count_child(self, place: int, node: int, kinds: int, change: int) -> None:
+        """Count the node for its parent where its first object came, or its last one went. `kinds`: it has now."""
         parent = self._parent[node]
-        if before != after and parent != NONE:
-            self._children_in[place][parent] += 1 if after else -1
+        if kinds == (1 if change > 0 else 0) and parent != NONE:
+            self._children_in[place][parent] += change
 
     def unlink(self, node: int) -> None:
         """Unlink the node, which has no objects, with everything below it."""
@@ -336,7 +337,7 @@ class Index:
         return next(reversed(self._unlinked), NONE)
 
     def first_child(self, node: int) -> int:
-        return int(self._first_child[node])
+        return self._first_child[node]
 
     def rename(self, node: int) -> None:
         """Give the node a random key, so that its own can be reused."""

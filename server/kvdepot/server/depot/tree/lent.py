@@ -58,7 +58,7 @@ class LentTable:
         return self._pin[row] != 0
 
     def row_of(self, entry: int) -> int:
-        return int(self._row[entry])
+        return self._row[entry]
 
     def lend(self, lease: int, session: int, mode: LentMode, row: int, index: int) -> int:
         """Make an entry, and return it. The caller checked `free_count`."""
@@ -71,7 +71,7 @@ class LentTable:
         self._mode[entry] = mode
         self._pin[row] += 1
         self._count[mode, session] += 1
-        return int(entry)
+        return entry
 
     def lend_many(
         self, lease: int, session: int, mode: LentMode, rows: npt.NDArray[np.integer], indices: U32 | None = None

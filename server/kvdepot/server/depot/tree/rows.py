@@ -150,6 +150,8 @@ class Rows:
         return not whole
 
     def size_bytes(self, head: int) -> int:
+        if self.next[head] == NO_ROW:
+            return self.length[head]
         return sum([self.length[row] for row in self.chain(head)])
 
     def extents(self, head: int) -> tuple[Extent, ...]:

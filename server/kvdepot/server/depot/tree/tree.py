@@ -360,7 +360,7 @@ class Tree:
         Return the number of nodes that went.
         """
         parent = self.index.parent(node)
-        order = self.index.leaves_first(node, self.drop_nodes_max)
+        order = [node] if self.index.is_leaf(node) else self.index.leaves_first(node, self.drop_nodes_max)
         affected = {parent}
         if not order:
             affected.update(self._unlink(node))
