@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,12 +48,25 @@ class Reservable:
     bound_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Holders:
-    """The sessions of a party, and those of other parties that hold anything. Adopted ones are nobody's yet."""
+@dataclass(slots=True)
+class _Held:
+    """Sessions with leases, and what they hold."""
 
-    own: list[Session]
-    others: list[Session]
+    sessions: list[Session] = field(default_factory=list)
+    write_loans: int = 0
+    loans: int = 0
+    """All loans, and those that they will have for what their loads wait for."""
+    promised_bytes: int = 0
+    """A bound of what they have reserved and wait for. An object that two loads wait for counts twice."""
+    read_bytes_max: int = 0
+    """A bound of what is lent to them to read. An object that is lent twice counts twice."""
+
+
+class _Holders(NamedTuple):
+    """What a party holds, and what all other parties do. Adopted sessions are nobody's yet."""
+
+    own: _Held
+    others: _Held
 
 
 class Budgets:
@@ -66,6 +79,7 @@ class Budgets:
         self._sessions = sessions
         self._ram = ram
         self._counters = counters
+        self._reads, self._writes = ram.lent.reads.data, ram.lent.writes.data
         self._refusals: Counter[tuple[str, Call]] = Counter()  # by tenant
         self.configure(config)
 
@@ -123,11 +137,10 @@ class Budgets:
         """
         holders = self._holders(session)
         own, bound_bytes = holders.own, self._bound_bytes(session, holders)
-        left = bound_bytes - _promised_bytes(own)
-        at_most = self._lent_at_most(own)
-        if left - at_most < wanted_bytes and (at_most or _await(own)):
-            left, at_most = bound_bytes - _reserved_bytes(own), self._read_bytes(own)
-        rows = self._part(session, holders, bound_bytes, self._ram.rows.count) - _loans(self._ram.lent.writes, own)
+        left, at_most = bound_bytes - own.promised_bytes, own.read_bytes_max
+        if left - at_most < wanted_bytes and (at_most or _await(own.sessions)):
+            left, at_most = bound_bytes - _reserved_bytes(own.sessions), self._read_bytes(own.sessions)
+        rows = self._part(session, holders, bound_bytes, self._ram.rows.count) - own.write_loans
         objects = min(rows, self._loans_left(session, holders, bound_bytes))
         return Reservable(left - at_most, objects, bound_bytes)
 
@@ -142,7 +155,7 @@ class Budgets:
         holders = self._holders(session)
         own = holders.own
         user = session.owner is not None and session.owner.tenant is None
-        if user and not holders.others and not any(one.leases for one in own):
+        if user and not holders.others.sessions and not own.sessions:
             return True
         bound_bytes = self._bound_bytes(session, holders)
         if len(rows) > self._loans_left(session, holders, bound_bytes):
@@ -152,21 +165,24 @@ class Budgets:
             sizes[kind] = self._ram.rounded(size_bytes)
         kind_of = np.frombuffer(kinds, np.uint8)
         wanted = sizes[kind_of]
-        if self._lent_at_most(own) + _promised_bytes(own) + int(wanted.sum()) <= bound_bytes:
+        if own.read_bytes_max + own.promised_bytes + int(wanted.sum()) <= bound_bytes:
             return True
-        return _reserved_bytes(own) + self._read_bytes(own, Wanted(nodes, kind_of, rows, wanted)) <= bound_bytes
+        read_bytes = self._read_bytes(own.sessions, Wanted(nodes, kind_of, rows, wanted))
+        return _reserved_bytes(own.sessions) + read_bytes <= bound_bytes
 
     def _holders(self, session: Session) -> _Holders:
-        own: list[Session] = []
-        others: list[Session] = []
-        party = session.party
+        """Return who holds what, in one pass over the sessions: each call asks, and a node may have many."""
+        party, own, others = session.party, _Held(), _Held()
         for one in self._sessions.by_slot.values():
-            if one.owner is None:
+            if not one.leases or one.party is None:
                 continue
-            if one.party == party:
-                own.append(one)
-            elif one.leases:
-                others.append(one)
+            held = own if one.party == party else others
+            read_loans, write_loans = self._reads[one.slot], self._writes[one.slot]
+            held.sessions.append(one)
+            held.write_loans += write_loans
+            held.loans += read_loans + write_loans + one.awaited_objects
+            held.promised_bytes += one.credit_used_bytes + one.awaited_bytes
+            held.read_bytes_max += read_loans * one.object_bytes_max
         return _Holders(own, others)
 
     def _bound_bytes(self, session: Session, holders: _Holders) -> int:
@@ -174,8 +190,8 @@ class Budgets:
         data_bytes, others = self._ram.data_bytes, holders.others
         if session.owner is not None and session.owner.tenant is not None:
             return self._tenant_bytes(session.owner.tenant)
-        if others:
-            return _user_part(data_bytes, others, _promised_bytes(others) + self._lent_at_most(others))
+        if others.sessions:
+            return _user_part(data_bytes, others.sessions, others.promised_bytes + others.read_bytes_max)
         return max(int(data_bytes * ALONE_SHARE), self._config.credit_bytes)
 
     def _tenant_bytes(self, tenant: str) -> int:
@@ -189,23 +205,12 @@ class Budgets:
     def _part(self, session: Session, holders: _Holders, bound_bytes: int, table: int) -> int:
         """Return what the party of a session may have of a table: of rows, or of loans."""
         others = holders.others
-        if others and session.owner is not None and session.owner.tenant is None:
-            return _user_part(table, others, self._all_loans(others))
+        if others.sessions and session.owner is not None and session.owner.tenant is None:
+            return _user_part(table, others.sessions, others.loans)
         return int(table * min(bound_bytes / self._ram.data_bytes, 1.0))
 
     def _loans_left(self, session: Session, holders: _Holders, bound_bytes: int) -> int:
-        return self._part(session, holders, bound_bytes, self._ram.lent.count) - self._all_loans(holders.own)
-
-    def _all_loans(self, sessions: list[Session]) -> int:
-        """Return how many loans these have, and will have for what their loads wait for."""
-        lent = self._ram.lent
-        awaited = sum(one.awaited_objects for one in sessions)
-        return _loans(lent.reads, sessions) + _loans(lent.writes, sessions) + awaited
-
-    def _lent_at_most(self, sessions: list[Session]) -> int:
-        """Return a bound of what is lent to them to read. An object that is lent twice counts twice."""
-        reads = self._ram.lent.reads
-        return sum(int(reads[one.slot]) * one.object_bytes_max for one in sessions)
+        return self._part(session, holders, bound_bytes, self._ram.lent.count) - holders.own.loans
 
     def _read_bytes(self, own: list[Session], *more: Wanted) -> int:
         """Return what is lent to these to read, what their loads wait for, and what is wanted too: each object once.
@@ -255,11 +260,6 @@ def _user_part(total: int, others: list[Session], used: int) -> int:
     return max(int(total * max(1 / users, LEAST_SHARE)), int(total * ALONE_SHARE) - used)
 
 
-def _promised_bytes(sessions: list[Session]) -> int:
-    """Return a bound of what these have reserved and wait for. An object that two loads wait for counts twice."""
-    return _reserved_bytes(sessions) + sum(one.awaited_bytes for one in sessions)
-
-
 def _reserved_bytes(sessions: list[Session]) -> int:
     return sum(one.credit_used_bytes for one in sessions)
 
@@ -267,7 +267,3 @@ def _reserved_bytes(sessions: list[Session]) -> int:
 def _await(sessions: list[Session]) -> bool:
     """Return whether a load of these waits for room."""
     return any(one.awaited_objects for one in sessions)
-
-
-def _loans(counts: npt.NDArray[np.uint32], sessions: list[Session]) -> int:
-    return sum(int(counts[one.slot]) for one in sessions)

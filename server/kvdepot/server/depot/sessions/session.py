@@ -182,6 +182,7 @@ class Session:
         self.engine = engine  # digest of owner and engine id
         self.engine_id = engine.hex()
         self.owner: Owner | None = None  # None: it was adopted, and nobody has come back yet
+        self.party: int | str | None = None  # of the owner: the tenant or, without tenants, the user
         self.world_size = 0  # 0: not known yet in this run
         self.attachments: dict[int, Attachment] = {}
         self.namespaces: dict[bytes, Namespace] = {}
@@ -202,10 +203,9 @@ class Session:
         self.dead = False  # all its processes are
         self.worker = engine in WORKER_NUMBERS  # an I/O worker of this or an earlier run
 
-    @property
-    def party(self) -> int | str | None:
-        """Return the tenant or, without tenants, the user; None for an adopted session."""
-        return None if self.owner is None else self.owner.party
+    def belong_to(self, owner: Owner) -> None:
+        """Note whose session it is: each call asks for the party of all sessions."""
+        self.owner, self.party = owner, owner.party
 
     @property
     def connected(self) -> bool:

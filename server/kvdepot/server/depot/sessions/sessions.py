@@ -6,7 +6,9 @@ anything is lent; at the end lent entries go first, then the attachment, then th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -68,6 +70,7 @@ class Sessions:
         self.by_slot: dict[int, Session] = {}
         self.by_token: dict[bytes, Attachment] = {}
         self.attachments: dict[int, Attachment] = {}
+        self._by_process: defaultdict[ProcessIdentity, list[Attachment]] = defaultdict(list)
 
     # Adopting
 
@@ -107,9 +110,7 @@ class Sessions:
             if session is None:
                 session = Session(session_slot, self._engines[session_slot].tobytes(), now)
                 self.by_slot[session_slot] = session
-            attachment = Attachment(slot, session, process, rank, scheduler=scheduler)
-            session.attachments[slot] = attachment
-            self.attachments[slot] = attachment
+            self._enter(Attachment(slot, session, process, rank, scheduler=scheduler))
         for session in self.by_slot.values():
             session.scheduler_died = session.slot in without_scheduler
         return set(self.by_slot)
@@ -174,7 +175,7 @@ class Sessions:
         if session is None:
             session = self._open(engine_digest(member.engine_id, member.owner))
         session.engine_id = member.engine_id
-        session.owner = member.owner
+        session.belong_to(member.owner)
         session.world_size = member.world_size
         session.ended = False
         attachment = attachment or self._add(slot, session, process, rank)
@@ -231,23 +232,20 @@ class Sessions:
         Note what other sessions without a connection have.
         """
         known = {a.process for a in session.attachments.values() if a.process.known}
-        others = [one for one in self._lent_to(known) if one is not session]
+        others = self._lent_to(known) - {session}
         left = [one for one in others if not one.connected]
         session.left_bytes = sum(one.credit_used_bytes for one in left)
         session.left_loads = sum(one.loads for one in left)
         return bool(session.leases) or len(others) < LENT_SESSIONS_MAX
 
-    def _lent_to(self, processes: Collection[ProcessIdentity]) -> list[Session]:
+    def _lent_to(self, processes: Iterable[ProcessIdentity]) -> set[Session]:
         """Return the sessions with one of these processes that are lent something."""
-        return [
-            session
-            for session in self.by_slot.values()
-            if session.leases and any(a.process in processes for a in session.attachments.values())
-        ]
+        attachments = chain.from_iterable(self._by_process.get(process, ()) for process in processes)
+        return {attachment.session for attachment in attachments if attachment.session.leases}
 
     def of_party(self, party: int | str | None) -> list[Session]:
         """Return the sessions of a tenant or, without tenants, a user. Adopted ones are nobody's yet."""
-        return [one for one in self.by_slot.values() if one.owner is not None and one.party == party]
+        return [one for one in self.by_slot.values() if one.party is not None and one.party == party]
 
     def hold_extents(self) -> bool:
         """Return whether an engine in service holds a lease: it may be copying."""
@@ -301,6 +299,10 @@ class Sessions:
         self._used[attachment.slot] = 0
         del self.attachments[attachment.slot]
         del attachment.session.attachments[attachment.slot]
+        of_process = self._by_process[attachment.process]
+        of_process.remove(attachment)
+        if not of_process:
+            del self._by_process[attachment.process]
 
     def _forget_token(self, attachment: Attachment) -> None:
         self.by_token.pop(attachment.token, None)
@@ -376,9 +378,12 @@ class Sessions:
         self._session[slot] = session.slot
         self._used[slot] = _USED
         attachment = Attachment(slot, session, process, rank, scheduler=False)
-        session.attachments[slot] = attachment
-        self.attachments[slot] = attachment
+        self._enter(attachment)
         return attachment
+
+    def _enter(self, attachment: Attachment) -> None:
+        self.attachments[attachment.slot] = attachment.session.attachments[attachment.slot] = attachment
+        self._by_process[attachment.process].append(attachment)
 
 
 def _check(member: Membership) -> None:
