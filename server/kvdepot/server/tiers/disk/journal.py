@@ -90,7 +90,7 @@ class Journal:
         self.compacted = True
 
     def append(self, record: Put | Mark, done: Done) -> None:
-        """Append a record. Its generation is filled in here.
+        """Append a record. If the journal has rotated since it was made, the record gets the next generation.
 
         `done` gets OK if the record is in the journal. After any other outcome, nobody knows.
         """
@@ -149,10 +149,12 @@ class Journal:
         return _Batch(b"".join(pieces) if answers else b"", answers, refused=tuple(refused))
 
     def _pack(self, record: Put | Mark) -> bytes:
+        if record.generation != self.generation:
+            record = replace(record, generation=self.generation)
         if isinstance(record, Mark):
-            return pack_mark(replace(record, generation=self.generation))
+            return pack_mark(record)
         self._highest_sequence = max(self._highest_sequence, record.sequence)
-        return pack_put(replace(record, generation=self.generation))
+        return pack_put(record)
 
     def _mark(self, kind: RecordType, flags: int) -> bytes:
         return pack_mark(Mark(kind, self._highest_sequence, self.generation, flags))

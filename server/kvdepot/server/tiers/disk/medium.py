@@ -55,7 +55,8 @@ class Medium:
         The event comes before the KILL. So a reader of the events never misses an object of which no event told.
         """
         sequence = self.catalog.sequence(handle)
-        self.tell(event, sequence, self.catalog.name(handle), reason)
+        if self.telling:
+            self.tell(event, sequence, self.catalog.name(handle), reason)
         self.space.retire(sequence, self.catalog.fragments(handle))
         self.catalog.remove(handle)
         self.unindexed(handle, sequence)
@@ -72,14 +73,20 @@ class Medium:
                 self.space.killed(sequence)
                 self.freed()
 
-        self.journal.append(Mark(RecordType.KILL, sequence, 0), appended)
+        self.journal.append(Mark(RecordType.KILL, sequence, self.journal.generation), appended)
 
     def kill_all(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
             self.kill(sequence)
 
+    @property
+    def telling(self) -> bool:
+        """Whether anybody reads the events: without a reader, not even the name is made."""
+        return self.events.isEnabledFor(logging.DEBUG)
+
     def tell(self, event: str, sequence: int, name: ObjectName, reason: str = "") -> None:
-        self.guard.call("telling an event", self._tell, event, sequence, name, reason)
+        if self.telling:
+            self.guard.call("telling an event", self._tell, event, sequence, name, reason)
 
     def _tell(self, event: str, sequence: int, name: ObjectName, reason: str) -> None:
         self.events.debug(

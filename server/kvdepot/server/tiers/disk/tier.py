@@ -394,7 +394,8 @@ class DiskTier:
         self._reading.verify(handle, verified)
 
     def _note_scrubbed(self, sequence: int) -> None:
-        self._medium.journal.append(Mark(RecordType.SCRUB, sequence, 0), lambda _: None)
+        journal = self._medium.journal
+        journal.append(Mark(RecordType.SCRUB, sequence, journal.generation), lambda _: None)
 
     # The end
 

@@ -201,8 +201,8 @@ class Writing:
         medium.budget.spend(medium_bytes)
         stored_as = job.codec if answer.stored_bytes < write.name.raw_bytes else 0
         put = Put(
-            write.name, write.sequence, 0, stored_as, answer.stored_bytes, answer.stored_sum, answer.raw_sum,
-            job.created_at, medium.space.trim(write.sequence, medium_bytes),
+            write.name, write.sequence, medium.journal.generation, stored_as, answer.stored_bytes, answer.stored_sum,
+            answer.raw_sum, job.created_at, medium.space.trim(write.sequence, medium_bytes),
         )  # fmt: skip
 
         def appended(outcome: IoOutcome) -> None:
