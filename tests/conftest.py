@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import pytest_timeout
@@ -124,22 +124,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """No test leaves settings of kvdepot to the next one.
+    """No test leaves settings of kvdepot or vLLM to the next one.
 
-    vLLM's plugin sets the endpoint in the environment, for the processes of its engine.
+    vLLM's plugin sets the endpoint in the environment, for the processes of its engine. Each of vLLM's configurations
+    sets variables for these, LD_PRELOAD among them. Later daemons would have them, and could not be forked.
     """
     forked_program.look_at_environment()
-    before = _own_environment()
+    before = _engine_environment()
     try:
         return (yield)
     finally:
-        for name in _own_environment().keys() - before.keys():
+        for name in _engine_environment().keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
 
 
-def _own_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("KVDEPOT_")}
+_OF_ENGINES: Final = (
+    "KVDEPOT_", "LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_", "VLLM_",
+)  # fmt: skip
+"""Beginnings of names of variables."""
+
+
+def _engine_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_OF_ENGINES)}
 
 
 _TICK_SECONDS = 30.0
