@@ -26,7 +26,7 @@ CAPACITY_BYTES = 384 << 20
 
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess(ram="384MiB") as running:
+    with DaemonProcess(ram="384MiB", touched=True) as running:
         yield running
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 import click
 from click.testing import CliRunner
@@ -19,8 +19,6 @@ from tests.rigs import forked_program
 from tests.rigs.daemon_process import DaemonProcess, Process
 from tests.rigs.patience import patient
 
-_PROGRAM: Final = "kvdepot.client.ctl.app"
-
 
 def kvdepotctl(daemon: DaemonProcess | str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """With the daemon's endpoint, or another one. The table is wide enough to break no line."""
@@ -29,10 +27,10 @@ def kvdepotctl(daemon: DaemonProcess | str, *arguments: str) -> subprocess.Compl
     environment = os.environ | {"COLUMNS": "200"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, Path(os.devnull).open() as nothing:
         process: Process | None = forked_program.start(
-            _PROGRAM, given, (nothing.fileno(), out.fileno(), errors.fileno()), environment
+            forked_program.TOOL, given, (nothing.fileno(), out.fileno(), errors.fileno()), environment
         )
         if process is None:
-            command = [sys.executable, "-m", _PROGRAM, *given]
+            command = [sys.executable, "-m", forked_program.TOOL, *given]
             process = subprocess.Popen(command, stdin=nothing, stdout=out, stderr=errors, env=environment)
         try:
             code = process.wait(patient(90))

@@ -46,16 +46,21 @@ class DaemonProcess:
     A start is a fork (`tests/rigs/forked_program.py`). Two servers take turns, so two nodes have other seeds of
     `hash()`, and so has a daemon that starts again. So are its children (`tests/rigs/forked_children.py`).
     `under` and `pass_fds` need a fresh process.
+
+    To touch all pages is two thirds of the CPU time of a start. A fork for whose readiness a test waits does so only
+    if `touched` says it: it grants no extent sooner, and pages come with the first write.
     """
 
     def __init__(
         self, *, ram: str = "320MiB", config: str | None = None, options: tuple[str, ...] = (),
         under: tuple[str, ...] = (), program: tuple[str, ...] = (_PROGRAM,), fresh: bool = False,
+        touched: bool = False,
     ) -> None:  # fmt: skip
         """`under`: a module, with arguments, that runs the daemon's in its process.
 
         `program`: the module that is the daemon, with arguments that come before the daemon's own.
         `fresh`: no fork, so that it and its children share no memory with others.
+        `touched`: the test is about the memory of the arena.
 
         It may be changed between two starts, and so may `pass_fds`: descriptors that the process gets as they are.
         """
@@ -66,6 +71,7 @@ class DaemonProcess:
         self.ram = ram  # so is this
         self._options = options
         self._fresh = fresh
+        self.touched = touched  # and this
         self.config = config  # written at each start
         self.under = under
         self._program, *self._before = program
@@ -142,8 +148,9 @@ class DaemonProcess:
             if not (self.under or self.pass_fds or self._fresh):
                 number = next(self._turns) % _SERVERS
                 self.process = forked_program.start(
-                    self._program, self._arguments(*options), streams, server_number=number
-                )
+                    self._program, self._arguments(*options), streams, server_number=number,
+                    untouched=ready and not self.touched,
+                )  # fmt: skip
             if self.process is None:
                 self.process = subprocess.Popen(
                     self.command(*options), stdout=log, stderr=log, stdin=nothing, pass_fds=self.pass_fds

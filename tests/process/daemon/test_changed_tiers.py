@@ -71,7 +71,7 @@ def cases(*changes: str) -> list[ParameterSet]:
 
 @pytest.fixture
 def node() -> Iterator[DaemonProcess]:
-    one = DaemonProcess(ram=RAM, config="")
+    one = DaemonProcess(ram=RAM, config="", touched=True)
     yield one
     one.close()
 

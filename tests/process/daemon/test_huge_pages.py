@@ -28,6 +28,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DaemonProce
     memory.mkdir()
     disk.mkdir()
     node = daemon(disk)
+    node.touched = True
     usual = node.arena_directory
     try:
         with _advised() if request.param == "sealed" else _mounted(node, memory):
