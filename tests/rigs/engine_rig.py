@@ -380,9 +380,10 @@ def audit(engine: Depot) -> None:
     for head in heads:
         state, odd = rows.state[head], [rows.generation[row] & 1 for row in rows.chain(head)]
         assert set(odd) == {1 if state == RowState.RESERVED else 0}
-        writers = np.flatnonzero((lent.rows == head) & (lent.modes == LentMode.WRITE))
-        assert state != RowState.RESERVED or len(writers) <= 1
-        assert state != RowState.RESERVED or pins[head] == len(writers) == 1 or engine._tiering.promotions.reading(head)
+        if state == RowState.RESERVED:
+            writers = np.flatnonzero((lent.rows == head) & (lent.modes == LentMode.WRITE))
+            assert len(writers) <= 1
+            assert pins[head] == len(writers) == 1 or engine._tiering.promotions.reading(head)
         assert state != RowState.DYING or pins[head] > 0, "dying, and nobody is lent it"
     _audit_leases(engine)
     _audit_sessions(engine)

@@ -26,6 +26,7 @@ NAMESPACE_FORMAT: Final = b"kvdepot namespace 1\n"
 _CHUNK_PERSON: Final = b"kvdepot chunk 1"
 _BUMP_PERSON: Final = b"kvdepot bump 1"
 _NESTING_MAX: Final = 64
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 
 Convert = Callable[[object], object]
 
@@ -158,6 +159,8 @@ def _leaf(path: str, value: object) -> str | None:
         return repr(value)
     if type(value) is bytes:
         return f"0x{value.hex()}"
+    if kind in _CONTAINERS:
+        return None  # before a protocol is asked: that takes longer than all above
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return _qualified(path, value)
     if isinstance(value, _PathLike):
