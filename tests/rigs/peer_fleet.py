@@ -65,11 +65,13 @@ class Fleet:
             f"allow_peers = {json.dumps(names)}\n"
         )
 
-    def source(self, *, port: int = 0, more: str = "", tls: str = "", lends: bool = False) -> DaemonProcess:
+    def source(
+        self, *, port: int = 0, more: str = "", tls: str = "", lends: bool = False, ram: str = RAM
+    ) -> DaemonProcess:  # fmt: skip
         """Start a daemon that listens for peers. `lends`: over NIXL, too. It may not be ready to when this returns."""
         listen = f'[daemon]\nlisten_peers = "tcp://127.0.0.1:{port}"\n{LENDING if lends else ""}'
         config = f"{listen}{tls or self.tls()}{more}"
-        return self._start(config)
+        return self._start(config, ram)
 
     def reader(
         self,

@@ -30,7 +30,7 @@ def has(one: Live, found: Summary) -> list[bool]:
 
 @pytest.mark.requirement("T3")
 def test_a_summary_names_all_that_can_be_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_summaries, "SLICE_ROWS", 1)
+    monkeypatch.setattr(peer_summaries, "SLICE", 1)
 
     async def test() -> None:
         async with live(tmp_path) as one:

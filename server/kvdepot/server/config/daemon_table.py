@@ -21,6 +21,7 @@ class DaemonTable(Table):
     listen: list[str] = Field(default=[DEFAULT_SOCKET], min_length=1, max_length=8)
     listen_peers: str = ""
     lend_nixl: bool = False
+    lend_disks: bool = True
     metrics: str = "127.0.0.1:9421"  # empty: off
     page: bool = True
     mode: str = Field(default="0660", pattern=r"^0?[0-7]{3}$")

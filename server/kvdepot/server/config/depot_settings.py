@@ -19,6 +19,7 @@ def depot_config(config: Config, quotas: SetQuotas) -> DepotConfig:
         loads_in_flight=tables.policy.loads_in_flight,
         prefetch_share=tables.policy.prefetch_share,
         pin_share=tables.policy.pin_share,
+        lend_disks=tables.daemon.lend_disks,
         audit_sample=tables.policy.audit_sample,
         eviction=tables.policy.eviction,
         quotas=quotas.for_engine(tables),

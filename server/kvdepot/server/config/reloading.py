@@ -17,7 +17,7 @@ from kvdepot.server.config.schema import DISK_KIND, Tables, TenantTable, TierTab
 ABSENT: Final = "(absent)"
 _LIVE: Final = frozenset(
     {
-        "operators.admins", "operators.readers", "log.level", "log.format",
+        "daemon.lend_disks", "operators.admins", "operators.readers", "log.level", "log.format",
         "tls.allow_admins", "tls.allow_readers", "tls.allow_peers",
         "ram.high_watermark", "ram.low_watermark", "sessions.credit", "sessions.grace",
         "sessions.streams", "policy.prefetch_share", "policy.pin_share", "policy.loads_in_flight",

@@ -255,7 +255,7 @@ class PeerSource:
             case AskLocate():
                 self._answer(number, self._locate(message))
             case AskPull():
-                self._answer(number, self._lease(message))
+                self._pull(number, message)
             case AskSummary(names):
                 self._summarize(number, names)
             case Ended():
@@ -292,12 +292,28 @@ class PeerSource:
         self._count("peer_located_objects.pending", pending)
         return Located(lengths, self._arena_id)
 
-    def _lease(self, question: AskPull) -> Granted | Refused:
+    def _pull(self, number: int, question: AskPull) -> None:
+        """Lease an object. It may have to be read from a disk first, and the process may have ended then."""
         allowed, tenant = self._peers.tenant_of(question.names)
         if not allowed:
-            return self._refused(Refusal.NOT_ALLOWED)
-        lender = None if self._lender is None else self._lender.lender
-        lease = Refusal.NOT_LENT if question.borrows and lender is None else self._leased(tenant, question.name)
+            self._answer(number, self._refused(Refusal.NOT_ALLOWED))
+            return
+        asks = self._child
+
+        def read(why_not: Refusal | None) -> None:
+            if self._child is asks:
+                self._answer(number, self._lease(tenant, question, why_not))
+
+        if self._why_not_lent(question) or not self._leases.read(tenant, question.name, read):
+            read(None)
+
+    def _why_not_lent(self, question: AskPull) -> Refusal | None:
+        lends = self._lender is not None and self._lender.lender is not None
+        return Refusal.NOT_LENT if question.borrows and not lends else None
+
+    def _lease(self, tenant: str | None, question: AskPull, why_not: Refusal | None) -> Granted | Refused:
+        """`why_not`: there is a reason already."""
+        lease = why_not or self._why_not_lent(question) or self._leased(tenant, question.name)
         reader = self._peers.name_of(question.names), tenant
         if isinstance(lease, Refusal):
             self._readers.refused(*reader, lease)
@@ -310,7 +326,7 @@ class PeerSource:
             self._serve_borrowers()
         return Granted(
             lease.number, lease.raw_sum, lease.generation, self._lease_seconds, lease.extents,
-            lender if question.borrows else None,
+            self._lender.lender if self._lender is not None and question.borrows else None,
         )  # fmt: skip
 
     def _serve_borrowers(self) -> None:

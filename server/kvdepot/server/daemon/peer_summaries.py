@@ -18,8 +18,8 @@ from kvdepot.server.platform.paced import Paced
 
 GATHER_SECONDS: Final = 30.0
 """At most so often for each tenant. A summary is of some use for longer: most conversations last for minutes."""
-SLICE_ROWS: Final = 1 << 14
-"""Rows that are looked at before the loop does something else: they take less than a millisecond."""
+SLICE: Final = 1 << 13
+"""Places that are looked at before the loop does something else: 1 ms, or 1.5 ms with many disks."""
 _UNSENT_SECONDS: Final = 0.01
 """Between two looks whether the process has taken in a slice."""
 _Done = Callable[[Gathered], None]
@@ -74,8 +74,8 @@ class PeerSummaries:
             self._waiting.pop(number, None)  # who waits hears nothing, and asks again later
 
     def _gather(self, run: int, number: int, chunks: PeerChunks, start: int) -> None:
-        stop = min(start + SLICE_ROWS, chunks.row_count)
-        last = stop == chunks.row_count
+        stop = min(start + SLICE, chunks.places)
+        last = stop == chunks.places
         self._send(SummaryWords(number, chunks.words(start, stop).tobytes(), start == 0, last))
         if last:
             self._gathered_at[number] = self._loop.time()

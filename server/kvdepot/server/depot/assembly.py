@@ -103,7 +103,6 @@ class Assembly:
         self._tiering = Tiering(tree, ram, loans, self._read_ended)
         self._checksums = Checksums(tree, ram, self._sessions.hold_extents, self._tiering.verified)
         self.switches = Switches(clock)
-        self.peer_leases = PeerLeases(tree, ram, loans, workers, self.switches, self._checksums.want)
         self._audits = Audits(tree, ram, config, random_bytes)
         self._budgets = Budgets(self._sessions, ram, config, self.counters)
         self._stores = Stores(
@@ -129,6 +128,10 @@ class Assembly:
         self.pins = Pins(tree, ram, config.pin_share)
         self.invalidation = Invalidation(
             tree, ram, self._sessions, self._stores, self._loads, self._prefetch, self.switches
+        )  # fmt: skip
+        self.peer_leases = PeerLeases(
+            tree, ram, loans, workers, self.switches, self._checksums.want, self._tiering.promotions,
+            valid=self.invalidation.is_valid, from_disks=config.lend_disks,
         )  # fmt: skip
 
     # Life of the arena
@@ -172,6 +175,7 @@ class Assembly:
             "tick", self._departures.tick, self._requests.expire, self._prefetch.tick, self.pins.tick,
             self.invalidation.tick, self._tree.drop_torn, self._tree.reclaim, self._tree.refresh_some,
             self._ram.evictor.offer_deferred, self._tiering.tick, self._locates.tick, self._what_ifs.work,
+            self.peer_leases.reads.tick,
         )  # fmt: skip
         return self.trim()
 
@@ -240,6 +244,7 @@ class Assembly:
             grace=config.grace_seconds, lease_deadline=config.lease_deadline_seconds, tenants=config.tenants
         )
         self.pins.configure(config.pin_share)
+        self.peer_leases.reads.on = config.lend_disks
         self._prefetch.configure(share=config.prefetch_share, seconds=config.lease_deadline_seconds)
         for holding in self._tree.holdings:
             holding.account.configure(config.quotas)
@@ -253,9 +258,9 @@ class Assembly:
     def _give_way(self, slots: Collection[int] | None) -> bool:
         """Let prefetch unpin something, because RAM finds no room. Return whether it did.
 
-        Prefetch is made after RAM, because it reads into RAM.
+        Prefetch is made after RAM, because it reads into RAM. It does not give way to peers.
         """
-        return self._prefetch.give_way(slots)
+        return not self.peer_leases.reads.placing and self._prefetch.give_way(slots)
 
     def _read_ended(self) -> None:
         """Begin prefetch reads that are due: a tier may be free for them."""

@@ -87,6 +87,7 @@ class DepotConfig:
     loads_in_flight: int = 64  # reader leases per session
     prefetch_share: float = 0.25  # of RAM: for what requests that have not acquired yet will need; 0: none
     pin_share: float = 0.25  # of RAM: what operators may pin
+    lend_disks: bool = True  # whether peers may have what only a disk has
     audit_sample: float = 0.0  # share of what engines compute although it is here that is compared with it
     evictions_at_once: int = 16  # in advance: 1 to 2 ms in which nobody is answered
     eviction: str = DEFAULT_POLICY  # a name of core.eviction.policy_names()

@@ -41,7 +41,7 @@ def _reader(
 PEERS: Final = (
     counter(
         "peer_located_objects",
-        "Objects that peers asked for, by outcome: whether RAM could lend them. Pending ones have no checksum yet.",
+        "Objects that peers asked for, by outcome: whether they could be lent. Pending ones have no checksum yet.",
         "outcome",
         ("found", "absent", "pending"),
     ),
@@ -50,6 +50,12 @@ PEERS: Final = (
         "Objects that peers asked to be sent, or to borrow, by outcome.",
         "outcome",
         (*Sent, *Refusal),
+    ),
+    counter(
+        "peer_disk_reads",
+        "Objects that were read from a disk for a peer, by outcome.",
+        "outcome",
+        ("read", Refusal.BUSY, Refusal.GONE),
     ),
     counter("peer_sent_bytes", "Bytes of objects that were sent to peers, by what they went over.", "lane", Lane),
     counter(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvdepot.server.daemon.peer_summaries import SLICE_ROWS, PeerSummaries
+from kvdepot.server.daemon.peer_summaries import SLICE, PeerSummaries
 from kvdepot.server.io.peer_wire import Gathered, SummaryWords
 from kvdepot.server.platform.guard import Guard
 from kvdepot.server.platform.paced import Paced
@@ -22,7 +22,7 @@ ARENA = 9
 class Chunks:
     """Each row has its number as word. `fails`: the second slice raises."""
 
-    row_count = 3 * SLICE_ROWS
+    places = 3 * SLICE
 
     def __init__(self) -> None:
         self.asked: list[str | None] = []
@@ -73,7 +73,7 @@ def test_the_loop_does_other_things_between_slices() -> None:
         await until(lambda: world.gathered, "all of it is gathered")
         assert [(one.first, one.last) for one in world.sent] == [(True, False), (False, False), (False, True)]
         words = np.frombuffer(b"".join(one.words for one in world.sent), "<u8")
-        assert words.tolist() == list(range(Chunks.row_count))
+        assert words.tolist() == list(range(Chunks.places))
         assert world.gathered == [Gathered(0, ARENA)]
 
     in_loop(test)

@@ -259,8 +259,8 @@ def test_a_namespace_of_an_unknown_tenant_is_nobodys() -> None:
 def summarized(leases: PeerLeases, client: Client, keys: list[bytes], tenant: str | None = None) -> list[bool]:
     """Return which of these chunks are in what is gathered for summaries."""
     chunks = leases.chunks(tenant)
-    rows = range(0, chunks.row_count, 3)
-    words = {word for start in rows for word in chunks.words(start, min(start + 3, chunks.row_count)).tolist()}
+    rows = range(0, chunks.places, 3)
+    words = {word for start in rows for word in chunks.words(start, min(start + 3, chunks.places)).tolist()}
     return [word in words for word in words_of_names([(client.namespace, key) for key in keys]).tolist()]
 
 
@@ -316,4 +316,4 @@ def test_a_summary_for_a_peer_of_a_tenant_has_chunks_of_this_tenant_alone() -> N
         assert summarized(leases, client, path("p", 1), mine) == [True]
         assert summarized(leases, client, path("p", 1), foreign) == [False]
     chunks = leases.chunks("a")
-    assert len(chunks.words(0, chunks.row_count)) == 1
+    assert len(chunks.words(0, chunks.places)) == 1

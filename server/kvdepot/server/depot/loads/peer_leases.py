@@ -1,12 +1,14 @@
 """What other daemons may read of this one's RAM (ADR 78): a look at it, and leases that are few, small and short.
 
+What only a disk has is read into RAM first (`peer_reads`).
+
 A lease lends an object's extents to the process that sends them, as a write to a lower tier does. It ends when that
 process says so, or is reaped. Only then can the extents be reused (I6).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -16,8 +18,11 @@ from kvdepot.core.allocator import Extent
 from kvdepot.core.arena import NAMESPACES_MAX, NO_ROW, LentMode
 from kvdepot.core.control import Switch
 from kvdepot.core.kinds import Kind
+from kvdepot.server.depot.loads.peer_reads import Done, PeerReads
 from kvdepot.server.depot.sessions.workers import ObjectLoan, WorkerLoans, Workers
-from kvdepot.server.depot.tree.index import NONE
+from kvdepot.server.depot.tiering.promotions import Promotions
+from kvdepot.server.depot.tree.index import NONE, Index
+from kvdepot.server.depot.tree.lower_tier import LowerTier
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.tree.rows import Rows
@@ -34,6 +39,7 @@ _RAM_SHARE: Final = 8
 _KINDS: Final = frozenset(map(int, Kind))
 Wanted: TypeAlias = tuple[bytes, bytes, int]
 """(namespace, key, kind) of an object."""
+_Found: TypeAlias = tuple[Namespace, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +55,13 @@ class PeerLease:
 class PeerLeases:
     """The leases of one run. `worker` is a number from `started`. `tenant` None: there are no tenants here.
 
-    `want(row)` asks for an adopted object to be verified soon.
+    `want(row)` asks for an adopted object to be verified soon. `valid` returns whether no bump has invalidated a
+    namespace.
     """
 
     def __init__(
         self, tree: Tree, ram: RamTier, loans: WorkerLoans, workers: Workers, switches: Switches,
-        want: Callable[[int], None],
+        want: Callable[[int], None], promotions: Promotions, *, valid: Callable[[Namespace], bool], from_disks: bool,
     ) -> None:  # fmt: skip
         self._tree = tree
         self._index = tree.index
@@ -64,12 +71,14 @@ class PeerLeases:
         self._loans = loans
         self._switches = switches
         self._want = want
+        self._valid = valid
         self.workers = workers
         """Where the process that sends is written down, before it is lent anything."""
         self._leases: dict[int, tuple[ObjectLoan, int]] = {}
         self._numbers = 0
         self.lent_bytes = 0
         self.bytes_max = ram.data_bytes // _RAM_SHARE
+        self.reads = PeerReads(tree, ram, promotions, bytes_max=self.bytes_max, on=from_disks)
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -77,30 +86,52 @@ class PeerLeases:
     def locate(self, tenant: str | None, wanted: Iterable[Wanted]) -> tuple[int, ...]:
         """Return the length of each object in bytes, ABSENT or UNKNOWN. Nothing is pinned, and nothing counts as used.
 
-        UNKNOWN: it is being written, or has to be verified or to get its checksum first. A reader that took it for
-        absent would not ask again for a while.
+        UNKNOWN: it is being written, or has to be verified or to get its checksum first, or the disk that has it is
+        silent, or too many wait. A reader that took it for absent would not ask again for a while.
         """
-        return tuple(self._length(self._row(tenant, *one)) for one in wanted)
+        return tuple(self._length(self._found(tenant, *one)) for one in wanted)
 
-    def _length(self, row: int) -> int:
+    def _length(self, found: _Found | None) -> int:
+        if found is None:
+            return ABSENT
+        namespace, node, kind = found
+        row = self._index.row(node, kind)
+        if row != NO_ROW and self._lendable(row):
+            return self._ram.size_bytes(row)
+        if self.reads.may_come(namespace, node, kind):
+            offered = self.reads.offers(namespace, node, kind) and not self.reads.full
+            return namespace.object_bytes[kind] if offered else UNKNOWN
         if row == NO_ROW:
             return ABSENT
-        if self._lendable(row):
-            return self._ram.size_bytes(row)
         if self._rows.unverified(row):
             self._want(row)
         return UNKNOWN
 
+    def read(self, tenant: str | None, name: ObjectName, done: Done) -> bool:
+        """Read an object that such a peer may have, if it has to be read before it can be leased, and call `done`.
+
+        Return False if there is nothing to wait for.
+        """
+        found = self._found(tenant, name.namespace, name.key, name.kind)
+        if found is None or not self.reads.may_come(*found):
+            return False
+        if self._full(name.raw_bytes):
+            done(Refusal.BUSY)  # there would be no lease for it
+        else:
+            self.reads.read(found[0], name.key, name.kind, done)
+        return True
+
     def lease(self, tenant: str | None, name: ObjectName, worker: int) -> PeerLease | Refusal:
         """Lend an object to the worker, or say why not. Raise UnknownWorker."""
-        row = self._row(tenant, name.namespace, name.key, name.kind)
+        found = self._found(tenant, name.namespace, name.key, name.kind)
+        row = NO_ROW if found is None else self._index.row(found[1], name.kind)
         if row == NO_ROW or not self._lendable(row):
-            return Refusal.GONE
+            comes = found is not None and self.reads.may_come(*found)
+            return Refusal.BUSY if comes else Refusal.GONE
         if self._ram.name(row) != name:
             return Refusal.FOREIGN
-        full = self._leases and self.lent_bytes + name.raw_bytes > self.bytes_max
         loan = self._loans.loan(row, LentMode.READ)
-        if len(self._leases) >= LEASES_MAX or full or not loan.begin(worker):
+        if self._full(name.raw_bytes) or not loan.begin(worker):
             return Refusal.BUSY
         self._numbers += 1
         self._leases[self._numbers] = loan, name.raw_bytes
@@ -108,6 +139,11 @@ class PeerLeases:
         raw_sum = self._rows.raw_sum(row)
         assert raw_sum is not None, "it is lendable"
         return PeerLease(self._numbers, self._rows.extents(row), raw_sum, self._rows.generation[row])
+
+    def _full(self, raw_bytes: int) -> bool:
+        """Return whether no further object of so many bytes is lent now."""
+        over = bool(self._leases) and self.lent_bytes + raw_bytes > self.bytes_max
+        return over or len(self._leases) >= LEASES_MAX
 
     def end(self, number: int) -> bool:
         """End a lease: the worker does not touch the extents any more. Return whether there was one."""
@@ -125,15 +161,16 @@ class PeerLeases:
     def chunks(self, tenant: str | None) -> PeerChunks:
         """Return what gathers the chunks that such a peer may have, in namespaces that are served now."""
         served = [one for one in self._namespaces.by_id.values() if self._serves(tenant, one)]
-        return PeerChunks(self._rows, {one.slot: one.id for one in served})
+        disks = [disk for disk in self._tree.disks if self.reads.on and disk.tier.readable]
+        return PeerChunks(self._rows, self._index, disks, {one.slot: one.id for one in served})
 
-    def _row(self, tenant: str | None, namespace_id: bytes, key: bytes, kind: int) -> int:
-        """Return the row of an object that such a peer may be served, now or later, or NO_ROW."""
+    def _found(self, tenant: str | None, namespace_id: bytes, key: bytes, kind: int) -> _Found | None:
+        """Return namespace, node and kind of an object that such a peer may be served, now or later."""
         namespace = self._namespaces.by_id.get(namespace_id)
         if namespace is None or kind not in _KINDS or not self._serves(tenant, namespace):
-            return NO_ROW
+            return None
         node = self._index.find(namespace.slot, key)
-        return NO_ROW if node == NONE else self._index.row(node, kind)
+        return None if node == NONE else (namespace, node, kind)
 
     def _lendable(self, row: int) -> bool:
         """Return whether the object is committed, written or verified in this run, and has a checksum."""
@@ -144,21 +181,23 @@ class PeerLeases:
 
         Whose it is has to be known: no engine may have registered it in this run.
         """
-        if namespace.invalid or self._switches.refusal(Switch.LOADS, namespace.id) is not None:
+        if not self._valid(namespace) or self._switches.refusal(Switch.LOADS, namespace.id) is not None:
             return False
         return tenant is None or (namespace.spec is not None and namespace.tenant == tenant)
 
 
 class PeerChunks:
-    """The chunks of some namespaces that can be lent, in slices of the extent table.
+    """The chunks of some namespaces that can be had, in slices: of the extent table, and then of the index for disks.
 
     A chunk that is stored or evicted meanwhile may be in it or not. So may one that is being deleted, and a chunk with
-    objects of several kinds is in it several times.
+    several objects is in it several times.
     """
 
-    def __init__(self, rows: Rows, namespaces: Mapping[int, bytes]) -> None:
+    def __init__(self, rows: Rows, index: Index, disks: Sequence[LowerTier], namespaces: Mapping[int, bytes]) -> None:
         """`namespaces`: ids by slot."""
         self._rows = rows
+        self._index = index
+        self._disks = disks
         slots = list(namespaces)
         self._served = np.zeros(NAMESPACES_MAX, np.bool_)
         self._served[slots] = True
@@ -167,14 +206,29 @@ class PeerChunks:
         self._keys: npt.NDArray[np.uint64] = rows.keys.view("<u8").reshape(-1, 2)
 
     @property
-    def row_count(self) -> int:
-        return self._rows.count
+    def places(self) -> int:
+        """Return how many places there are to look at."""
+        return self._rows.count + (self._index.high if self._disks else 0)
 
     def words(self, start: int, stop: int) -> Words:
-        """Return the words of chunks in rows from `start` on, before `stop`."""
-        rows, part = self._rows, slice(start, stop)
+        """Return the words of chunks in places from `start` on, before `stop`."""
+        count = self._rows.count
+        return np.concatenate(
+            (self._in_ram(start, min(stop, count)), self._on_disks(max(start - count, 0), stop - count))
+        )
+
+    def _in_ram(self, start: int, stop: int) -> Words:
+        rows, part = self._rows, slice(start, max(stop, start))
         heads = start + np.flatnonzero(rows.lendable(part))
-        slots = rows.namespaces[heads]
+        return self._words(rows.namespaces[heads], self._keys[heads])
+
+    def _on_disks(self, start: int, stop: int) -> Words:
+        """Return words of nodes. A number without a node has no object in any tier."""
+        nodes = np.arange(start, max(stop, start))
+        held = [self._index.many_in_tier(disk.number, nodes) for disk in self._disks]
+        found = np.unique(np.concatenate(held)) if held else nodes[:0]
+        return self._words(self._index.namespaces[found], self._index.keys[found])
+
+    def _words(self, slots: npt.NDArray[np.uint16], keys: npt.NDArray[np.uint64]) -> Words:
         served = self._served[slots]
-        heads, slots = heads[served], slots[served]
-        return words_of(self._seeds[slots], self._keys[heads])
+        return words_of(self._seeds[slots[served]], keys[served])

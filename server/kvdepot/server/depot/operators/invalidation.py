@@ -76,6 +76,16 @@ class Invalidation:
         namespace = self._namespaces.by_id.get(namespace_id)
         return namespace_id in self.epochs.invalidated_namespaces or (namespace is not None and namespace.invalid)
 
+    def is_valid(self, namespace: Namespace) -> bool:
+        """Return whether no bump has invalidated a namespace.
+
+        Of one that no engine has registered in this run, only the id is known, and not its counter. A disk may bring it
+        back after a bump of all.
+        """
+        if namespace.invalid or namespace.id in self.epochs.invalidated_namespaces:
+            return False
+        return namespace.base_id is not None or not self.epochs.bump
+
     def adopted(self) -> None:
         """Delete what an earlier run has made invalid and not deleted. `epochs` are those of that run."""
         for namespace in self._namespaces.by_slot.values():

@@ -302,9 +302,9 @@ class Prefetch:
         return self.on and self.rejected.begin_next(tier)
 
     def _may_begin(self, tier: LowerTier) -> bool:
-        """Return whether a prefetch read may begin. Loads go first: not while a load reads."""
+        """Return whether a prefetch read may begin. Loads go first: not while a load of an engine here reads."""
         reads, begun = tier.reads, self._begun[tier.number]
-        if reads.reads > begun or begun >= _READS_MAX or (begun and reads.bytes >= _BYTES_MAX):
+        if reads.reads - tier.reads_for_peers > begun or begun >= _READS_MAX or (begun and reads.bytes >= _BYTES_MAX):
             return False
         return tier.tier.readable and reads.answers(self._clock())
 

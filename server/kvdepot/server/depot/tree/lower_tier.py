@@ -71,6 +71,8 @@ class LowerTier:
         )  # fmt: skip
         self.account = Account(tier.name, quotas, self.evictor, exempt=self.shared is not None)
         self.reads = ReadRate()
+        self.reads_for_peers = 0
+        """Of those asked for. No engine here waits for them."""
         self._admission = WriteAdmission(tree.clock)
         self.objects = 0
         self._contents = [[0] * (len(Kind) + 1) for _ in range(NAMESPACES_MAX)]  # objects by namespace slot and kind
