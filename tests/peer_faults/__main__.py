@@ -1,4 +1,4 @@
-"""`python -m tests.peer_faults [--faults N] [--seed S] [--seconds N] [--lane L] [--listed] [--json FILE]`: faults.
+"""`python -m tests.peer_faults [--faults N] [--seed S] [--seconds N] [--lane L] [--listed] [--disk] [--json FILE]`.
 
 Exits with 1 at the first promise that does not hold. docs/testing.md.
 """
@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was counted")
     parser.add_argument("--lane", choices=("stream", "nixl"), default="stream", help="what objects come over")
     parser.add_argument("--listed", action="store_true", help="one tier has both sources, which have the same objects")
+    parser.add_argument("--disk", action="store_true", help="the sources have all on their disks alone, which fail too")
     parser.add_argument("--plant", action="store_true", help="write a late byte: the run must fail")
     options = parser.parse_args()
     if reason := why_no_network():
@@ -40,6 +41,7 @@ def main() -> int:
             plant=options.plant,
             nixl=options.lane == "nixl",
             listed=options.listed,
+            disk=options.disk,
             say=lambda line: print(line, flush=True),
         )
         try:
@@ -75,6 +77,7 @@ def table(outcome: Outcome) -> str:
         ("bytes written late", str(outcome.late_bytes)),
         ("pieces of 64 KiB compared", str(outcome.compared_pieces)),
         ("own objects compared", str(outcome.own_objects)),
+        ("objects read from disks", str(outcome.disk_reads)),
         ("requests beyond the limit", str(outcome.over)),
         ("longest request, s", f"{outcome.request_seconds_max:.2f}"),
     ]

@@ -68,6 +68,18 @@ def sender_stop(world: World, source: Source, keys: list[bytes], rng: random.Ran
     return _stop(source.servers)
 
 
+# Its disk
+
+
+def disk_worker_kill(world: World, source: Source, keys: list[bytes], rng: random.Random) -> Ending:
+    _signal(source.disk_workers, signal.SIGKILL)
+    return _nothing
+
+
+def disk_stop(world: World, source: Source, keys: list[bytes], rng: random.Random) -> Ending:
+    return _stop(source.disk_workers)
+
+
 # The reader
 
 
@@ -131,6 +143,7 @@ def slow(world: World, source: Source, keys: list[bytes], rng: random.Random) ->
 _GROUPS: Final[dict[str, tuple[Fault, ...]]] = {
     "source": (source_kill, source_restart, source_stop, source_evict),
     "sender": (sender_kill, sender_stop),
+    "disk": (disk_worker_kill, disk_stop),
     "reader": (reader_kill, reader_stop),
     "worker": (worker_kill, worker_stop),
     "wire": (partition, partition_of_all, loss, bit_flips, slow),
@@ -146,5 +159,7 @@ FAULTS: Final = {_name(fault): fault for faults in _GROUPS.values() for fault in
 GROUPS: Final = {_name(fault): group for group, faults in _GROUPS.items() for fault in faults}
 OF_READER: Final = frozenset(_name(fault) for fault in _GROUPS["reader"])
 """Its RAM serves nobody meanwhile."""
+OF_DISK: Final = frozenset(_name(fault) for fault in _GROUPS["disk"])
+"""Of sources that have one."""
 NOT_OVER_NIXL: Final = frozenset({_name(bit_flips)})
 """The wire flips what the checksum of TCP does not show. UCX believes its own headers then, and may write elsewhere."""

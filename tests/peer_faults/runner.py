@@ -22,7 +22,7 @@ from typing import Any, Final
 import grpc
 
 from tests.peer_faults.acquires import TIMED
-from tests.peer_faults.faults import FAULTS, GROUPS, NOT_OVER_NIXL, OF_READER, Ending
+from tests.peer_faults.faults import FAULTS, GROUPS, NOT_OVER_NIXL, OF_DISK, OF_READER, Ending
 from tests.peer_faults.world import (
     CHUNKS,
     DEADLINE_SECONDS,
@@ -65,6 +65,8 @@ class Outcome:
     own_objects: int = 0
     request_seconds_max: float = 0.0
     over: int = 0
+    disk_reads: int = 0
+    """Objects that sources read from their disks, as far as they were counted before a restart."""
     under_way: int = 0
     """Faults that began before the request on its way was done."""
     load: float = 0.0
@@ -144,14 +146,14 @@ class Run:
 
     def __init__(
         self, folder: Path, seed: int, *, plant: bool = False, nixl: bool = False, listed: bool = False,
-        say: Callable[[str], None] = print,
+        disk: bool = False, say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         self.outcome = Outcome(seed)
-        self._plant, self._nixl, self._say = plant, nixl, say
+        self._plant, self._nixl, self._disk, self._say = plant, nixl, disk, say
         self._rng = random.Random(seed)
         self._loads = list[float]()
         self._pool = ThreadPoolExecutor(1)
-        self.world = World(folder, seed, nixl=nixl, listed=listed)
+        self.world = World(folder, seed, nixl=nixl, listed=listed, disk=disk)
         try:
             self._acquires = Acquires(self.world.reader.socket)
         except BaseException:
@@ -167,7 +169,8 @@ class Run:
         try:
             wait_until(lambda: self._acquires.running, "RAM serves")
             began = time.monotonic()
-            for names in plan(self.outcome.seed, [one for one in FAULTS if not (self._nixl and one in NOT_OVER_NIXL)]):
+            left_out = (NOT_OVER_NIXL if self._nixl else frozenset()) | (frozenset() if self._disk else OF_DISK)
+            for names in plan(self.outcome.seed, FAULTS.keys() - left_out):
                 struck = self.outcome.faults.total()
                 seen = self.outcome.under_way and self.outcome.quiet["hit"]
                 if struck >= faults or (seen and time.monotonic() > began + seconds):
@@ -175,6 +178,7 @@ class Run:
                 self._phase(names)
             if self._nixl and "objects come over nixl" not in self.world.reader.log:
                 raise ViolationError("nothing came over NIXL")
+            self.outcome.disk_reads = int(self.world.disk_reads)
             if self.outcome.over:
                 raise ViolationError(f"N3: {self.outcome.over} requests took more than {_LIMIT_SECONDS:g} s")
         except (AssertionError, grpc.RpcError) as error:

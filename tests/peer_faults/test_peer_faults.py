@@ -53,7 +53,7 @@ def _run(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
     return process.returncode, out, json.loads(report.read_text()) if report.exists() else {}
 
 
-def _holds(tmp_path: Path, *options: str, faults_min: int) -> None:
+def _holds(tmp_path: Path, *options: str, faults_min: int) -> dict[str, Any]:
     code, out, report = _run(tmp_path, *options)
     assert code == 0, out[-3000:]
     assert sum(report["faults"].values()) >= faults_min and report["under_way"] > 0
@@ -61,6 +61,7 @@ def _holds(tmp_path: Path, *options: str, faults_min: int) -> None:
     assert min(report["compared_pieces"], report["own_objects"], report["quiet"]["hit"]) > 0
     assert report["packets"]["carried"] > 0
     assert report["packets"].get("flipped", 0) > 0 or report["faults"].get("bit flips", 0) < _FLIPS_MIN
+    return report
 
 
 @needs_network
@@ -92,6 +93,15 @@ def test_what_is_promised_of_peers_holds_over_nixl(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_what_is_promised_of_peers_holds_where_another_one_has_the_object_too(tmp_path: Path) -> None:
     _holds(tmp_path, "--listed", "--faults", "30", faults_min=30)
+
+
+@needs_network
+@pytest.mark.requirement("N1", "N2", "N3")
+@pytest.mark.long(seconds=60)
+@pytest.mark.timeout(600)
+def test_what_is_promised_of_peers_holds_where_only_their_disks_have_the_objects(tmp_path: Path) -> None:
+    report = _holds(tmp_path, "--disk", "--faults", "40", faults_min=40)
+    assert report["disk_reads"] > 0
 
 
 @needs_network

@@ -39,6 +39,8 @@ LOOKUP_SECONDS: Final = 0.25
 """What an engine waits for a lookup at most."""
 PIECE_BYTES: Final = 64 << 10
 _RAM: Final = "512MiB"
+_DISK_RAM: Final = "640MiB"
+_DISK: Final = '[[tier]]\nname = "disk"\nkind = "disk"\npath = "{path}"\ncapacity = "1GiB"\nwrite = "commit"\n'
 _BREAKER: Final = 'failures = 20\nprobe_every = "200ms"\n'
 _MORE: Final = """
 [policy]
@@ -75,18 +77,34 @@ class Source:
     @property
     def servers(self) -> list[int]:
         """Return the processes that send or lend."""
-        if not self.daemon.process:
-            return []
-        return [pid for module in _SERVERS for pid in children(self.daemon.pid, module)]
+        return self._children(*_SERVERS)
+
+    @property
+    def disk_workers(self) -> list[int]:
+        return self._children(_WORKER)
+
+    def attach(self) -> None:
+        """Be the engine of the daemon's next run."""
+        self.engine.close()
+        self.engine = RawEngine(self.daemon.socket)
+
+    def _children(self, *modules: bytes) -> list[int]:
+        return [pid for module in modules for pid in children(self.daemon.pid, module)] if self.daemon.process else []
 
 
 class World:
     """`close` ends all of it."""
 
-    def __init__(self, folder: Path, seed: int, *, nixl: bool = False, listed: bool = False) -> None:
-        """`listed`: both sources are peers of one tier, and have the same prompts."""
+    def __init__(
+        self, folder: Path, seed: int, *, nixl: bool = False, listed: bool = False, disk: bool = False
+    ) -> None:  # fmt: skip
+        """`listed`: both sources are peers of one tier, and have the same prompts. `disk`: on their disks alone."""
+        self._folder = folder
         self._nixl = nixl
         self._listed = listed
+        self._disk = disk
+        self.disk_reads = 0.0
+        """Objects that sources have read for the reader, as far as they were counted before a restart."""
         if nixl:
             os.environ["UCX_TLS"] = "tcp"  # UCX would find out that all nodes are on one host
         self.network = Network(SOURCES + 1, seed=seed)
@@ -114,7 +132,11 @@ class World:
             raise
 
     def _source(self, node: int, cpus: list[int]) -> Source:
-        daemon = self.fleet.source_at(node, ram=_RAM, cpus=cpus, lends=self._nixl)
+        path = self._folder / f"disk{node}"
+        more = _DISK.format(path=path) if self._disk else ""
+        daemon = self.fleet.source_at(
+            node, ram=_DISK_RAM if self._disk else _RAM, cpus=cpus, lends=self._nixl, more=more
+        )
         return Source(node, daemon, RawEngine(daemon.socket))
 
     def close(self) -> None:
@@ -135,7 +157,21 @@ class World:
             wait_until(
                 lambda: not any(status_of(one).tiers[0].pending_checksums for one in sockets), "all have checksums"
             )
+            if self._disk:
+                for owner in owners:
+                    self._forget_ram(owner)
         return source.prompts.popleft()
+
+    def _forget_ram(self, source: Source) -> None:
+        """Begin anew with what lies on the disk of a source."""
+        daemon = source.daemon
+        wait_until(lambda: not status_of(daemon.socket).tiers[1].queued_objects, "the disk has all")
+        self.disk_reads += status_of(daemon.socket).counters.get("peer_disk_reads.read", 0.0)
+        daemon.stop()
+        daemon.arena.unlink()
+        daemon.start()
+        wait_until(lambda: status_of(daemon.socket).tiers[1].state == "ready", "the disk has opened")
+        source.attach()
 
     def store_own(self) -> None:
         """Store a prompt at the reader. It takes what was given back last, or evicts."""
@@ -181,9 +217,9 @@ class World:
         self.engine.close()
         self.engine = RawEngine(self.reader.socket)
 
-    def attach_source(self, source: Source) -> None:
-        source.engine.close()
-        source.engine = RawEngine(source.daemon.socket)
+    @staticmethod
+    def attach_source(source: Source) -> None:
+        source.attach()
         source.prompts.clear()
 
     def lent_bytes(self) -> int:

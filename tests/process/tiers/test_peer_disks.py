@@ -118,18 +118,23 @@ def test_a_disk_of_the_source_that_hangs_costs_a_request_and_neither_daemon_its_
         assert served_again(engine, KEYS) == payloads(KEYS)
 
 
+def flip_a_bit(segments: Path, payload: bytes) -> None:
+    """Damage an object in its place: the scrubber may look at the others meanwhile."""
+    for segment in segments.iterdir():
+        at = segment.read_bytes().find(payload[:64])
+        if at >= 0:
+            with segment.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([payload[0] ^ 1]))
+
+
 @pytest.mark.requirement("N2")
 def test_a_damaged_object_of_the_source_s_disk_is_a_miss(fleet: Fleet, directory: Path) -> None:
     source = rebooted(fleet, directory)
-    for segment in (directory / "segments").iterdir():
-        data = bytearray(segment.read_bytes())
-        at = data.find(payloads(KEYS)[5][:64])
-        if at >= 0:
-            data[at] ^= 1
-            segment.write_bytes(data)
     reader = fleet.reader(port_of(source))
     with RawEngine(reader.socket) as engine:
         located(engine, KEYS)
+        flip_a_bit(directory / "segments", payloads(KEYS)[5])
         assert engine.load(KEYS) is None
         assert counter(source, "tier_damaged_objects.nvme/corrupt") == 1
         assert served_again(engine, KEYS[:5]) == payloads(KEYS[:5])
