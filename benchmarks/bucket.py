@@ -8,8 +8,8 @@ MiB, checksums on, keys always fresh.
 - Gets: of what was used longest ago, so that RAM has lost it; from the first acquire to the last copy into KV tensors.
   Every byte is compared.
 - obstore puts and gets as many objects, with as many in flight as the tier's workers have. It neither checks nor copies
-  them. Its keys are fresh, too: a server that has room already for an object is faster. Rounds alternate: obstore, tier,
-  obstore.
+  them. Its keys are fresh, too: a server that has room already for an object is faster. Rounds alternate: obstore,
+  tier, obstore.
 - Neither signs payloads, as is usual over https. With `--sign-payload` both do.
 
 `acquire_p99_ratio`: what another engine's acquires of objects in RAM take while the server is stopped and objects are
