@@ -99,7 +99,6 @@ class World:
         self, folder: Path, seed: int, *, nixl: bool = False, listed: bool = False, disk: bool = False
     ) -> None:  # fmt: skip
         """`listed`: both sources are peers of one tier, and have the same prompts. `disk`: on their disks alone."""
-        self._folder = folder
         self._nixl = nixl
         self._listed = listed
         self._disk = disk
@@ -132,7 +131,7 @@ class World:
             raise
 
     def _source(self, node: int, cpus: list[int]) -> Source:
-        path = self._folder / f"disk{node}"
+        path = self.fleet.folder / f"disk{node}"
         more = _DISK.format(path=path) if self._disk else ""
         daemon = self.fleet.source_at(
             node, ram=_DISK_RAM if self._disk else _RAM, cpus=cpus, lends=self._nixl, more=more

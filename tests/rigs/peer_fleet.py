@@ -130,6 +130,10 @@ def tier_of(daemon: DaemonProcess, number: int = 0) -> TierStatus:
     return status_of(daemon.socket).tiers[1 + number]
 
 
+def counter(daemon: DaemonProcess, name: str) -> float:
+    return status_of(daemon.socket).counters.get(name, 0.0)
+
+
 def located(engine: RawEngine, keys: list[bytes]) -> None:
     """Wait until all are found: a lookup that takes longer than a Locate waits is for the next one."""
     wait_until(lambda: engine.locate(keys) == len(keys) * CHUNK_TOKENS, "all of them are found")

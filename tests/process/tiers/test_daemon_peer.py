@@ -21,17 +21,24 @@ from tests.rigs.certificates import DAY, Authority, Files
 from tests.rigs.child_processes import children, kill
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
-from tests.rigs.peer_fleet import PEER, Fleet, filled, located, payloads, port_of, served_again, stored, tier_of
+from tests.rigs.peer_fleet import (
+    PEER,
+    Fleet,
+    counter,
+    filled,
+    located,
+    payloads,
+    port_of,
+    served_again,
+    stored,
+    tier_of,
+)
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 from tests.rigs.stopping import stop
 
 SERVER = b"kvdepot.server.io.peer_server"
 WORKER = b"kvdepot.server.io.worker"
 SUMS = b"kvdepot.server.io.checksum_worker"
-
-
-def counter(daemon: DaemonProcess, name: str) -> float:
-    return status_of(daemon.socket).counters.get(name, 0.0)
 
 
 def no_problems(daemon: DaemonProcess) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests.rigs.peer_fleet import (
     BORROWING,
     LENT,
     Fleet,
+    counter,
     located,
     payloads,
     port_of,
@@ -32,10 +32,6 @@ def directory(tmp_path: Path) -> Path:
     path = tmp_path / "nvme"
     path.mkdir()
     return path
-
-
-def counter(daemon: DaemonProcess, name: str) -> float:
-    return status_of(daemon.socket).counters.get(name, 0.0)
 
 
 def rebooted(fleet: Fleet, directory: Path, *, lends: bool = False) -> DaemonProcess:
@@ -88,34 +84,29 @@ def test_a_source_that_is_told_to_keeps_its_disks_to_its_engines(fleet: Fleet, d
     assert counter(source, "tier_reads.nvme/ok") == 0
 
 
-@pytest.fixture
-def mount() -> Iterator[FuseDirectory]:
-    if why_no_fuse():
-        pytest.skip(why_no_fuse())
-    with FuseDirectory() as mount:
-        yield mount
-
-
+@pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 @pytest.mark.requirement("N3", "N1")
 def test_a_disk_of_the_source_that_hangs_costs_a_request_and_neither_daemon_its_breaker(
-    fleet: Fleet, mount: FuseDirectory
+    fleet: Fleet,
 ) -> None:
-    source = rebooted(fleet, mount.path)
-    in_ram = keys_of("ram", 3)
-    stored(source, in_ram)
-    reader = fleet.reader(port_of(source), deadline=f"{patient(10.0):.0f}s")
-    with RawEngine(reader.socket) as engine:
-        located(engine, KEYS)
-        mount.hang()
-        try:
-            assert engine.load(KEYS) is None, "the request is computed"
-            assert counter(source, "peer_disk_reads.busy") >= 1
-            located(engine, in_ram)
-            assert engine.load(in_ram) == payloads(in_ram)
-            assert tier(engine).breaker == "closed"
-        finally:
-            mount.go_on()
-        assert served_again(engine, KEYS) == payloads(KEYS)
+    with FuseDirectory() as mount:
+        source = rebooted(fleet, mount.path)
+        in_ram = keys_of("ram", 3)
+        stored(source, in_ram)
+        reader = fleet.reader(port_of(source), deadline=f"{patient(10.0):.0f}s")
+        with RawEngine(reader.socket) as engine:
+            located(engine, KEYS)
+            mount.hang()
+            try:
+                assert engine.load(KEYS) is None, "the request is computed"
+                assert counter(source, "peer_disk_reads.busy") >= 1
+                located(engine, in_ram)
+                assert engine.load(in_ram) == payloads(in_ram)
+                assert tier(engine).breaker == "closed"
+            finally:
+                mount.go_on()
+            assert served_again(engine, KEYS) == payloads(KEYS)
+        source.close()  # before its mount
 
 
 def flip_a_bit(segments: Path, payload: bytes) -> None:

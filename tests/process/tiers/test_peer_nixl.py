@@ -17,6 +17,7 @@ from tests.rigs.peer_fleet import (
     LENT,
     Fleet,
     chosen_by,
+    counter,
     filled,
     located,
     payloads,
@@ -44,10 +45,6 @@ def lending(fleet: Fleet) -> DaemonProcess:
     source = fleet.source(lends=True)
     source.wait_for_log(LENT)
     return source
-
-
-def counter(daemon: DaemonProcess, name: str) -> float:
-    return status_of(daemon.socket).counters.get(name, 0.0)
 
 
 def none_lent(*daemons: DaemonProcess) -> None:

@@ -36,6 +36,7 @@ from kvdepot.server.io.peer_wire import (
     Gathered,
     Granted,
     Lane,
+    Lender,
     Located,
     Refusal,
     Refused,
@@ -307,9 +308,13 @@ class PeerSource:
         if self._why_not_lent(question) or not self._leases.read(tenant, question.name, read):
             read(None)
 
+    @property
+    def _nixl(self) -> Lender | None:
+        """Return the agent that lends over NIXL now."""
+        return None if self._lender is None else self._lender.lender
+
     def _why_not_lent(self, question: AskPull) -> Refusal | None:
-        lends = self._lender is not None and self._lender.lender is not None
-        return Refusal.NOT_LENT if question.borrows and not lends else None
+        return Refusal.NOT_LENT if question.borrows and self._nixl is None else None
 
     def _lease(self, tenant: str | None, question: AskPull, why_not: Refusal | None) -> Granted | Refused:
         """`why_not`: there is a reason already."""
@@ -326,7 +331,7 @@ class PeerSource:
             self._serve_borrowers()
         return Granted(
             lease.number, lease.raw_sum, lease.generation, self._lease_seconds, lease.extents,
-            self._lender.lender if self._lender is not None and question.borrows else None,
+            self._nixl if question.borrows else None,
         )  # fmt: skip
 
     def _serve_borrowers(self) -> None:

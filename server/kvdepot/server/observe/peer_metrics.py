@@ -41,7 +41,7 @@ def _reader(
 PEERS: Final = (
     counter(
         "peer_located_objects",
-        "Objects that peers asked for, by outcome: whether they could be lent. Pending ones have no checksum yet.",
+        "Objects that peers asked for, by outcome. Pending ones cannot be lent yet.",
         "outcome",
         ("found", "absent", "pending"),
     ),

@@ -25,6 +25,13 @@ LARGE_BYTES = 32 << 20
 UNREAD_SECONDS = 0.5
 
 
+def credentials(folder: Path) -> Path:
+    file = folder / "credentials"
+    file.write_text("access_key_id = a\nsecret_access_key = b\n")
+    file.chmod(0o600)
+    return file
+
+
 def in_memory() -> Bucket:
     return Bucket(BucketSettings("memory://"), MemoryStore())
 
@@ -158,9 +165,7 @@ class RecordingServer:
 @pytest.mark.parametrize("sign", SignPayload)
 def test_a_signature_covers_the_payload_over_http_unless_never_is_said(tmp_path: Path, sign: SignPayload) -> None:
     server = RecordingServer()
-    file = tmp_path / "credentials"
-    file.write_text("access_key_id = a\nsecret_access_key = b\n")
-    file.chmod(0o600)
+    file = credentials(tmp_path)
     settings = BucketSettings(
         "s3://kv", server.url, "r", allow_http=True, credentials_file=str(file), retries=0, sign_payload=sign
     )
@@ -203,9 +208,7 @@ class EarlyServer:
 @pytest.mark.requirement("I6")
 def test_a_put_returns_when_nothing_of_its_views_is_sent_any_more(tmp_path: Path) -> None:
     server = EarlyServer()
-    file = tmp_path / "credentials"
-    file.write_text("access_key_id = a\nsecret_access_key = b\n")
-    file.chmod(0o600)
+    file = credentials(tmp_path)
     bucket = Bucket(BucketSettings("s3://kv", server.url, "r", allow_http=True, credentials_file=str(file), retries=0))
     arena = memoryview(mmap.mmap(-1, LARGE_BYTES))
     arena[:] = b"1" * LARGE_BYTES

@@ -98,11 +98,9 @@ class PeerLeases:
         row = self._index.row(node, kind)
         if row != NO_ROW and self._lendable(row):
             return self._ram.size_bytes(row)
-        if self.reads.may_come(namespace, node, kind):
-            offered = self.reads.offers(namespace, node, kind) and not self.reads.full
-            return namespace.object_bytes[kind] if offered else UNKNOWN
-        if row == NO_ROW:
-            return ABSENT
+        length = self.reads.length(namespace, node, kind)
+        if length != ABSENT or row == NO_ROW:
+            return length
         if self._rows.unverified(row):
             self._want(row)
         return UNKNOWN
@@ -113,7 +111,7 @@ class PeerLeases:
         Return False if there is nothing to wait for.
         """
         found = self._found(tenant, name.namespace, name.key, name.kind)
-        if found is None or not self.reads.may_come(*found):
+        if found is None or self.reads.length(*found) == ABSENT:
             return False
         if self._full(name.raw_bytes):
             done(Refusal.BUSY)  # there would be no lease for it
@@ -126,7 +124,7 @@ class PeerLeases:
         found = self._found(tenant, name.namespace, name.key, name.kind)
         row = NO_ROW if found is None else self._index.row(found[1], name.kind)
         if row == NO_ROW or not self._lendable(row):
-            comes = found is not None and self.reads.may_come(*found)
+            comes = found is not None and self.reads.length(*found) != ABSENT
             return Refusal.BUSY if comes else Refusal.GONE
         if self._ram.name(row) != name:
             return Refusal.FOREIGN

@@ -8,7 +8,7 @@ daemon for one that hangs.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -20,6 +20,7 @@ from kvdepot.server.depot.tree.lower_tier import LowerTier
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.tree.tree import Tree
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN
 from kvdepot.server.io.peer_wire import Refusal
 from kvdepot.server.platform.guard import engine_guard
 
@@ -43,6 +44,7 @@ class _Read:
     until: float
     done: Done | None  # None: it was answered
     size_bytes: int
+    source: LowerTier | None = None  # None: it is not read yet, or somebody else has it read
 
 
 class PeerReads:
@@ -67,7 +69,6 @@ class PeerReads:
         self._rows = ram.rows
         self._promotions = promotions
         self._bytes_max = bytes_max
-        self._bytes = 0
         self._guard = engine_guard(tree.counters.add)
         self._waiting: deque[_Read] = deque()
         self._reading: dict[_Read, None] = {}  # the oldest first
@@ -75,29 +76,25 @@ class PeerReads:
         self._kept: OrderedDict[int, tuple[int, int]] = OrderedDict()  # (generation, bytes) of what was read, by row
         self._kept_bytes = 0
 
-    @property
-    def full(self) -> bool:
-        """Return whether another read is given up at once."""
-        return len(self._waiting) >= WAITING_MAX
+    def length(self, namespace: Namespace, node: int, kind: int) -> int:
+        """Return the length in bytes of an object that RAM lacks, or is getting, and a disk has; else ABSENT.
 
-    def offers(self, namespace: Namespace, node: int, kind: int) -> bool:
-        """Return whether a disk can be read for this object now."""
-        return self._source(namespace, node, kind) is not None
-
-    def may_come(self, namespace: Namespace, node: int, kind: int) -> bool:
-        """Return whether a disk has this object, which may be silent, or RAM is getting it."""
+        UNKNOWN: the disk is silent, or too many wait.
+        """
         if not self.on or kind not in namespace.object_bytes:
-            return False
-        if not any(disk.tier.readable and disk.has(node, kind) for disk in self._disks):
-            return False
+            return ABSENT
         row = self._index.row(node, kind)
-        return row == NO_ROW or self._promotions.reading(row)
+        disks = self._readable(node, kind) if row == NO_ROW or self._promotions.reading(row) else []
+        if not disks:
+            return ABSENT
+        offered = not self._full and self._first_answering(disks) is not None
+        return namespace.object_bytes[kind] if offered else UNKNOWN
 
     def read(self, namespace: Namespace, key: bytes, kind: int, done: Done) -> None:
-        """Have an object in RAM that `may_come`, and call `done`."""
+        """Have an object in RAM that `length` does not call absent, and call `done`."""
         size_bytes = self._ram.rounded(namespace.object_bytes[kind])
         read = _Read(namespace, key, kind, self._clock() + SECONDS, done, size_bytes)
-        if self.full:
+        if self._full:
             self._answer(read, Refusal.BUSY)
             return
         self._waiting.append(read)
@@ -111,17 +108,34 @@ class PeerReads:
         for read in [one for one in self._reading if one.until <= now]:
             self._answer(read, Refusal.BUSY)
 
-    def _source(self, namespace: Namespace, node: int, kind: int) -> LowerTier | None:
-        if not self.on or kind not in namespace.object_bytes:
-            return None
+    @property
+    def _full(self) -> bool:
+        """Return whether another read is given up at once."""
+        return len(self._waiting) >= WAITING_MAX
+
+    @property
+    def _bytes(self) -> int:
+        return sum(read.size_bytes for read in self._reading)
+
+    def _readable(self, node: int, kind: int) -> list[LowerTier]:
+        return [disk for disk in self._disks if disk.has(node, kind) and disk.tier.readable]
+
+    def _first_answering(self, disks: Sequence[LowerTier]) -> LowerTier | None:
         now = self._clock()
-        for disk in self._disks:
-            if disk.has(node, kind) and disk.tier.readable and disk.reads.answers(now):
-                return disk
-        return None
+        return next((disk for disk in disks if disk.reads.answers(now)), None)
 
     def _on_disk(self, node: int, kind: int) -> bool:
         return any(disk.has(node, kind) for disk in self._disks)
+
+    def _node(self, read: _Read) -> int:
+        """Return the node of its object. NONE: it has left the index, or another namespace has its slot."""
+        in_use = self._namespaces.by_slot.get(read.namespace.slot) is read.namespace
+        return self._index.find(read.namespace.slot, read.key) if in_use else NONE
+
+    def _failed(self, read: _Read, node: int) -> None:
+        """Refuse an object that could not be read. It is not gone, as long as a disk has it."""
+        has = node != NONE and self._on_disk(node, read.kind)
+        self._answer(read, Refusal.BUSY if has else Refusal.GONE)
 
     def _begin_waiting(self) -> None:
         if self._beginning:  # a tier answers before its call returns
@@ -131,7 +145,7 @@ class PeerReads:
             while self._waiting and len(self._reading) < READS_MAX and self._has_room(self._waiting[0]):
                 read = self._waiting.popleft()
                 if not self._guard.call("peers", self._begin, read):
-                    self._forget(read, None)
+                    self._forget(read)
                     self._answer(read, Refusal.BUSY)
         finally:
             self._beginning = False
@@ -140,25 +154,21 @@ class PeerReads:
         return not self._reading or self._bytes + read.size_bytes <= self._bytes_max
 
     def _begin(self, read: _Read) -> None:
-        namespace, kind, index = read.namespace, read.kind, self._index
-        in_use = self._namespaces.by_slot.get(namespace.slot) is namespace
-        node = index.find(namespace.slot, read.key) if in_use else NONE
-        row = NO_ROW if node == NONE else index.row(node, kind)
+        node = self._node(read)
+        row = NO_ROW if node == NONE else self._index.row(node, read.kind)
         if row != NO_ROW and not self._promotions.reading(row):  # RAM has got it from somebody else
             self._answer(read, None)
             return
-        source = None
-        if node != NONE and row == NO_ROW:
-            source = self._source(namespace, node, kind)
-            row = NO_ROW if source is None else self._place(read, node, source)
+        if node != NONE and row == NO_ROW and self.on:
+            read.source = self._first_answering(self._readable(node, read.kind))
+            row = NO_ROW if read.source is None else self._place(read, node, read.source)
         if row == NO_ROW:
-            self._answer(read, Refusal.BUSY if node != NONE and self._on_disk(node, kind) else Refusal.GONE)
+            self._failed(read, node)
             return
-        self._bytes += read.size_bytes
         self._reading[read] = None
-        if source is not None:
-            source.reads_for_peers += 1
-        promotion = Promotion(partial(self._arrived, read, row, source))
+        if read.source is not None:
+            read.source.reads_for_peers += 1
+        promotion = Promotion(partial(self._arrived, read, row))
         self._promotions.start(promotion, [row])
 
     def _place(self, read: _Read, node: int, source: LowerTier) -> int:
@@ -190,17 +200,16 @@ class PeerReads:
                 self._tree.drop_row(node, kind)
                 self._ram.count_evicted("room", 1, size_bytes)
 
-    def _arrived(self, read: _Read, row: int, source: LowerTier | None, whole: bool) -> None:
-        """Note the end of a read. An object that could not be read is not gone, as long as the disk has it."""
-        self._forget(read, source)
-        why: Refusal | None = None
-        if whole and source is not None:
-            self._keep(row, read.size_bytes)
-            self._counters.add("peer_disk_reads.read", 0 if read.done is None else 1)
-        elif not whole:
-            node = self._index.find(read.namespace.slot, read.key)
-            why = Refusal.BUSY if node != NONE and self._on_disk(node, read.kind) else Refusal.GONE
-        self._answer(read, why)
+    def _arrived(self, read: _Read, row: int, whole: bool) -> None:
+        self._forget(read)
+        if not whole:
+            self._failed(read, self._node(read))
+        else:
+            if read.source is not None:
+                self._keep(row, read.size_bytes)
+                if read.done is not None:
+                    self._counters.add("peer_disk_reads.read")
+            self._answer(read, None)
         self._begin_waiting()
 
     def _keep(self, row: int, size_bytes: int) -> None:
@@ -208,12 +217,11 @@ class PeerReads:
         self._kept[row] = self._rows.generation[row], size_bytes
         self._kept_bytes += size_bytes - before_bytes
 
-    def _forget(self, read: _Read, source: LowerTier | None) -> None:
+    def _forget(self, read: _Read) -> None:
         if read in self._reading:
             del self._reading[read]
-            self._bytes -= read.size_bytes
-            if source is not None:
-                source.reads_for_peers -= 1
+            if read.source is not None:
+                read.source.reads_for_peers -= 1
 
     def _answer(self, read: _Read, why: Refusal | None) -> None:
         done, read.done = read.done, None

@@ -82,9 +82,9 @@ class Invalidation:
         Of one that no engine has registered in this run, only the id is known, and not its counter. A disk may bring it
         back after a bump of all.
         """
-        if namespace.invalid or namespace.base_id is not None:
+        if namespace.base_id is not None:
             return not namespace.invalid
-        return not self.epochs.bump and namespace.id not in self.epochs.invalidated_namespaces
+        return not (namespace.invalid or self.epochs.bump or namespace.id in self.epochs.invalidated_namespaces)
 
     def adopted(self) -> None:
         """Delete what an earlier run has made invalid and not deleted. `epochs` are those of that run."""
