@@ -7,6 +7,7 @@ lifecycle rules of the bucket delete.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -152,8 +153,13 @@ def _judged(job: ReadFile, damage: ObjectDamageError, context: Context) -> Answe
     """Return the answer to a read that failed so. An object that is proved damaged is moved to quarantine."""
     outcome = _outcome(job, damage, context)
     if outcome in DAMAGED - OTHER_KEYS:
-        with contextlib.suppress(OSError):  # whatever becomes of it, it is not served
+        try:
             _bucket(context).move(job.file, f"{job.quarantine}.{outcome}{SUFFIX}")
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # by a load nothing is served, whatever becomes of the object
+            if job.only_moves:
+                raise OSError(errno.EIO, f"cannot be moved aside: {error.strerror}", job.file) from error
     return Answer(outcome, str(damage))
 
 

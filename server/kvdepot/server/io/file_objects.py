@@ -105,7 +105,10 @@ def read_file(job: ReadFile, context: Context) -> Answer:
                     raise ObjectDamageError(Damage.CORRUPT, "payload: another checksum of it differed")
                 return answer
             except ObjectDamageError as damage:
-                return _judged(job, fd, damage, context)
+                judged = _judged(job, fd, damage, context)
+                if job.only_moves and judged.outcome in DAMAGED - OTHER_KEYS and _in_place(job, fd, context):
+                    raise OSError(errno.EIO, "cannot be moved aside", job.file) from damage
+                return judged
     except OSError as error:
         if error.errno not in _VANISHED:
             raise
@@ -292,6 +295,17 @@ def _check_writer(job: ReadFile | PublishFile, fd: int, context: Context) -> Non
 def retired(keys: KeyRing, context: Context) -> bool:
     """Return whether the header that was read is of a key that nobody has any more."""
     return ObjectHeader.unpack(context.header).key_id in keys.retired
+
+
+def _in_place(job: ReadFile, fd: int, context: Context) -> bool:
+    """Return whether the file of `fd` still has its name, or nobody can tell."""
+    read = os.fstat(fd)
+    try:
+        with context.files.within(job.file) as (name, folder):
+            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except OSError as error:
+        return error.errno not in _VANISHED
+    return (there.st_dev, there.st_ino) == (read.st_dev, read.st_ino)
 
 
 def _quarantine(job: ReadFile | PublishFile, fd: int, damage: ObjectDamageError, context: Context) -> None:

@@ -31,8 +31,8 @@ FILES_PER_STAT: Final = 256
 EXTENTS_MAX: Final = 1 << 16
 """Extents of one object: 200 times what the worst churn of the allocator left (`core.allocator`)."""
 PARTS_MAX: Final = 1 << 16
-DOUBTFUL_MAX: Final = 2
-"""Checksums of one object that differ."""
+DOUBTFUL_MAX: Final = 4
+"""Checksums of one object that differ: of two doubts, the second of which may come before the first is over."""
 FILES_MAX: Final = 4_096
 """Different files of one job."""
 FILE_NAME_BYTES_MAX: Final = 512
@@ -268,7 +268,8 @@ class ReadFile:
     `quarantine`: the name it gets, to which outcome and suffix are added. A file that is not there, or no more, is
     GONE. If the marker of the directory is missing too, that says nothing of the file: IO_ERROR.
 
-    `doubtful`: sums of payloads that count as damaged (CORRUPT), although they match the header.
+    `doubtful`: sums of payloads that count as damaged (CORRUPT), although they match the header. Without `extents` the
+    answer to such a job is IO_ERROR if a damaged file could not be quarantined.
 
     `keys`: UNKEYED and UNKNOWN_KEY leave the file where it is.
     """
@@ -279,6 +280,11 @@ class ReadFile:
     quarantine: FileName
     doubtful: Annotated[tuple[Digest, ...], Count(DOUBTFUL_MAX)] = ()
     keys: KeyRing = NO_KEYS
+
+    @property
+    def only_moves(self) -> bool:
+        """Return whether the job is there to quarantine doubtful bytes."""
+        return self.extents is None and bool(self.doubtful)
 
 
 @dataclass(frozen=True, slots=True)

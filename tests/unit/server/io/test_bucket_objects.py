@@ -98,3 +98,23 @@ def test_an_object_without_a_payload_is_replaced(context: Context, rig: IoRig, s
     answer = perform(put(), context)
     assert answer.outcome is IoOutcome.OK and answer.replaced is not IoOutcome.OK
     assert served(context, rig)
+
+
+@pytest.mark.requirement("I1")
+def test_doubtful_bytes_that_cannot_be_moved_aside_are_no_damage_that_is_over(
+    context: Context, rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw_sum = perform(put(), context).raw_sum
+
+    def refused(bucket: Bucket, key: str, to: str) -> None:
+        raise PermissionError(13, f"{bucket.settings.url} keeps {key} from {to}", key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "move", refused)
+        answers = [
+            perform(ReadFile(FILE, NAME, extents, ".quarantine/x", (raw_sum,)), context).outcome
+            for extents in (None, EXTENTS)
+        ]
+    assert answers == [IoOutcome.IO_ERROR, IoOutcome.CORRUPT], "a load gets nothing either way"
+    assert perform(ReadFile(FILE, NAME, None, ".quarantine/x", (raw_sum,)), context).outcome is IoOutcome.CORRUPT
+    assert not served(context, rig)

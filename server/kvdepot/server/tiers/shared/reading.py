@@ -8,7 +8,7 @@ from typing import Final
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName
-from kvdepot.server.io.jobs import Answer, Priority, ReadFile
+from kvdepot.server.io.jobs import DOUBTFUL_MAX, Answer, Priority, ReadFile
 from kvdepot.server.storage.base import DAMAGED, OTHER_KEYS, IoOutcome, Loan, Read
 from kvdepot.server.storage.shared_layout import object_file, quarantine_file
 from kvdepot.server.tiers.failing import FailingObjects
@@ -23,26 +23,29 @@ _OTHER_KEYS_SECONDS: Final = 60.0
 """For so long nobody waits again for an object that this node has no key of."""
 
 
-_DOUBTFUL_MAX: Final = 1024
+_DOUBTED_MAX: Final = 1024
 """Objects of which checksums are remembered."""
 
 
 class Reading:
     """`answered` is told of every read, `damaged` of each object that is.
 
-    `lost` is told of handles that are dead although the answer does not say so.
+    `lost` is told of handles that are dead although the answer does not say so. `met_doubtful` is told of an object of
+    which a load has refused the bytes in doubt.
     """
 
     def __init__(
         self, directory: Directory, *, answered: Callable[[Answer], None],
         damaged: Callable[[ObjectName, IoOutcome, str], None],
         lost: Callable[[Sequence[int]], None],
+        met_doubtful: Callable[[ObjectName, Sequence[int]], None],
     ) -> None:  # fmt: skip
         self._directory = directory
         self._guard = guard = directory.guard
         self._answered = guard.safe("telling of an answer", answered)
         self._damaged = guard.safe("telling of damage", damaged)
         self._lost = guard.safe("telling what is lost", lost)
+        self._met_doubtful = guard.safe("telling of doubtful bytes", met_doubtful)
         self._failing = FailingObjects[bytes](directory.data.breaker)  # by what makes the file's name
         self._doubtful: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()  # checksums, by the same
 
@@ -63,6 +66,8 @@ class Reading:
             self._guard.call("the answer to a read", done, read)
             if outcome is IoOutcome.UNREADABLE and served and handle in directory.holdings:
                 self._lost([handle])  # of this object alone: whether all of them are is the coordinator's to find out
+            if outcome in DAMAGED - OTHER_KEYS and (raw_sums := self._doubtful.get(name_key(name))):
+                self._met_doubtful(name, raw_sums)
 
         self._submit(handle, name, tuple(extents), loan, Priority.LOAD, answered)
 
@@ -80,17 +85,30 @@ class Reading:
 
         self._submit(handle, name, None, None, Priority.TEND, answered)
 
-    def doubt(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
-        """Take bytes with these checksums for damaged whenever they are read. For what cannot be moved aside."""
-        self._doubtful[name_key(name)] = tuple(raw_sums)
-        if len(self._doubtful) > _DOUBTFUL_MAX:
+    def doubt(self, name: ObjectName, raw_sums: Sequence[int]) -> tuple[int, ...]:
+        """Take bytes with these checksums for damaged whenever they are read. Return all such checksums of the name."""
+        known = self._doubtful.pop(name_key(name), ())
+        doubtful = self._doubtful[name_key(name)] = tuple(dict.fromkeys((*raw_sums, *known)))[:DOUBTFUL_MAX]
+        if len(self._doubtful) > _DOUBTED_MAX:
             self._doubtful.popitem(last=False)
+        return doubtful
+
+    def _trust(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
+        """End the doubt about these checksums of a name."""
+        doubtful = self._doubtful.pop(name_key(name), ())
+        if left := tuple(one for one in doubtful if one not in raw_sums):
+            self._doubtful[name_key(name)] = left
 
     def quarantine(
         self, name: ObjectName, raw_sums: Sequence[int], *, failed: Callable[[ObjectName, Answer], None]
     ) -> None:
-        """Move the file of this name aside if its payload has one of these sums. It is not looked up meanwhile."""
+        """Move the file of this name aside if its payload has one of these sums. It is not looked up meanwhile.
+
+        A job can wait for longer than a name counts as absent, and can fail. So reads refuse these bytes until it is
+        known that the file does not have them.
+        """
         directory = self._directory
+        doubtful = self.doubt(name, raw_sums)
         directory.absent.add(name, damaged=True)
 
         def answered(answer: Answer) -> None:
@@ -101,8 +119,10 @@ class Reading:
                 directory.count(f"tier_damaged_objects.{outcome}", 1)
             elif outcome is not IoOutcome.GONE:
                 self._guard.call("telling of a failure", failed, name, answer)
+                return
+            self._trust(name, doubtful)
 
-        directory.data.submit(self._job(name, None, tuple(raw_sums)), priority=Priority.TEND, done=answered)
+        directory.data.submit(self._job(name, None, doubtful), priority=Priority.TEND, done=answered)
 
     def _job(self, name: ObjectName, extents: tuple[Extent, ...] | None, doubtful: tuple[int, ...] = ()) -> ReadFile:
         aside = quarantine_file(unix_seconds(self._directory.wall_clock), name)

@@ -79,7 +79,9 @@ class SharedTier:
             clock, wall_clock, count, guard, keys=config.keys,
         )  # fmt: skip
         self._writing = Writing(directory, refused=self._refused, kept=self._kept, damaged=self._damaged)
-        self._reading = Reading(directory, answered=self._read, damaged=self._damaged, lost=self._lose)
+        self._reading = Reading(
+            directory, answered=self._read, damaged=self._damaged, lost=self._lose, met_doubtful=self.quarantine
+        )  # fmt: skip
         self._recency = Recency(directory, lost=self._lose)
         self._look_ups = LookUps(
             data, directory.absent, deadline_seconds=config.deadline_seconds, clock=clock,
@@ -185,7 +187,7 @@ class SharedTier:
         self._directory.holdings.remove(handle)
 
     def quarantine(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
-        """Move a file aside in the background."""
+        """Move a file aside in the background. Until it is, its bytes are refused here."""
         self._reading.quarantine(name, raw_sums, failed=self._not_quarantined)
 
     def stored(self, handle: int) -> Stored:
