@@ -21,24 +21,46 @@ from tests.fakes.driver_library import DriverLibrary
 class Cuda:
     """Since CUDA 12 setting a device makes its context; a thread that has set none is on device 0.
 
-    At the end of `with stream:` torch puts the former device back, which is device 0 on such a thread.
+    At the end of `with stream:` torch puts the former device back, which is device 0 on such a thread. Work goes on the
+    thread's current stream, which is the device's own outside of such a block.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.contexts = {1}  # the engine's thread of rank 1 has made its own
         self.streams: list[Stream] = []
+        self.used: list[tuple[str, Stream | None]] = []  # what was given to a device, and on which stream
         self._thread = threading.local()
         for name in ("set_device_index", "current_stream"):
             monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "ExternalStream", self.external_stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch, "Event", lambda _: Event())
-        monkeypatch.setattr(torch, "empty", lambda size, **_: torch.zeros(size, dtype=torch.uint8))
-        monkeypatch.setattr(CudaDevice, "numbers", lambda _, values: torch.from_numpy(values))
+        monkeypatch.setattr(torch, "empty", self.empty)
+        monkeypatch.setattr(CudaDevice, "numbers", self.numbers)
 
     @property
     def device(self) -> int:
         return getattr(self._thread, "device", 0)
+
+    @property
+    def stream(self) -> Stream | None:
+        """Of the calling thread. None: the device's own, which is the engine's too."""
+        return getattr(self._thread, "stream", None)
+
+    @stream.setter
+    def stream(self, stream: Stream | None) -> None:
+        self._thread.stream = stream
+
+    def use(self, what: str) -> None:
+        self.used.append((what, self.stream))
+
+    def empty(self, size_bytes: int, **_: Any) -> torch.Tensor:
+        self.use("memory")
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def numbers(self, values: Any) -> torch.Tensor:
+        self.use("numbers")
+        return torch.from_numpy(values)
 
     def set_device_index(self, device: torch.device | int) -> None:
         self._thread.device = device.index if isinstance(device, torch.device) else device
@@ -62,11 +84,13 @@ class Stream:
         self._cuda, self._device = cuda, device
 
     def __enter__(self) -> None:
-        self._former = self._cuda.device
+        self._former, self._former_stream = self._cuda.device, self._cuda.stream
+        self._cuda.stream = self
         if self._former != self._device.index:
             self._cuda.set_device_index(self._device)
 
     def __exit__(self, *_: object) -> None:
+        self._cuda.stream = self._former_stream
         if self._former != self._device.index:
             self._cuda.set_device_index(self._former)
 
@@ -144,6 +168,29 @@ def test_each_direction_has_a_stream_of_its_own_and_both_wait_for_the_engine(
     assert batches == [(1, STREAM_ORDER, first.cuda_stream), (1, ANY_ORDER, second.cuda_stream)]
     assert [name for name, _ in library.calls].count("destroy") == 2
     assert library.calls[0] == ("capture", 2)
+
+
+@pytest.mark.requirement("G2", "I1")
+@pytest.mark.parametrize("direction", Direction)
+def test_all_that_a_direction_is_given_goes_on_its_stream(
+    monkeypatch: pytest.MonkeyPatch, runs: Runs, direction: Direction
+) -> None:
+    """On another one a copy would run beside the step that writes its blocks, or be reported before its end."""
+    model, library = Cuda(monkeypatch), DriverLibrary()
+    device = CudaDevice(torch.device("cuda", 1), Driver(library))
+    device.enter()
+    device._move = lambda *_: model.use("kernel")
+    device.run(direction, lambda: model.use("work"))
+    device.memory(direction, 64)
+    device.shuffle(direction, runs)
+    stream = model.streams[[*Direction].index(direction)]
+    assert model.used == [(what, stream) for what in ("work", "memory", "numbers", "kernel")]
+    assert device.mark(direction).stream is stream
+    device.transfer(direction, runs, pinned=True)
+    device.transfer(direction, runs, pinned=False)
+    (_, (_, _, batch_stream)), (_, single_stream) = library.calls[-2:]
+    assert batch_stream == single_stream == stream.cuda_stream
+    assert model.stream is None, "the thread is back on the stream that it had"
 
 
 def test_what_is_not_pinned_is_copied_run_by_run(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
