@@ -1,4 +1,7 @@
-"""The correctness half of the day-one kit, on a stand-in and, with `pytest -m gpu`, on a CUDA device."""
+"""The correctness half of the day-one kit, on a stand-in and, with the marker `gpu`, on a CUDA device.
+
+A machine for that may lack vLLM, so nothing here imports it.
+"""
 
 from __future__ import annotations
 

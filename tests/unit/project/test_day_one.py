@@ -1,9 +1,10 @@
-"""The day-one kit: what it makes of its steps' results, and a rehearsal of all steps."""
+"""The day-one kit: what it makes of its steps' results, a rehearsal of all steps, and the command of its tests."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,17 +108,45 @@ def test_what_was_not_run_has_not_passed(tmp_path: Path, monkeypatch: pytest.Mon
     assert "there is no second one" in record["verdict"] and "there is no second one" in page
 
 
+def without_vllm(directory: Path) -> Path:
+    """Return a directory whose `vllm` cannot be imported, for the head of a process's list of paths."""
+    (directory / "vllm").mkdir()
+    (directory / "vllm/__init__.py").write_text("raise ImportError('there is no vLLM on that machine')\n")
+    return directory
+
+
+GPU_TESTS = "tests/contract/copies"
+
+
+def test_the_documented_command_collects_the_tests_of_a_gpu_without_vllm(tmp_path: Path) -> None:
+    documents = [ROOT / name for name in ("README.md", "pyproject.toml", "Makefile", "docs/gpu.md", "docs/testing.md")]
+    given = {command for page in documents for command in re.findall(r"pytest -m gpu\b[^`)#\n]*", page.read_text())}
+    assert {command.strip() for command in given} == {f"pytest -m gpu {GPU_TESTS}"}
+    collected = subprocess.run(
+        [sys.executable, "-m", *f"pytest -m gpu {GPU_TESTS}".split(), "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=ROOT, timeout=patient(60), capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(without_vllm(tmp_path))},
+    )  # fmt: skip
+    assert collected.returncode == 0, collected.stdout + collected.stderr
+    assert re.findall(r"::test_a_step_passes\[cuda-(.+)\]", collected.stdout) == [
+        step.title for step in kit.STEPS if 1 <= step.number <= 5
+    ]
+
+
+def test_all_tests_of_a_gpu_are_where_the_command_looks() -> None:
+    marked = {path.parent for path in (ROOT / "tests").rglob("*.py") if "pytest.mark.gpu" in path.read_text()}
+    assert marked - {Path(__file__).parent} == {ROOT / GPU_TESTS}
+
+
 @pytest.mark.requirement("I1")
 @pytest.mark.long(seconds=130)
 @pytest.mark.timeout(400)
 def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_path: Path) -> None:
     """`-S`: the environment's own list of paths, which names the sources, is not read."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm/__init__.py").write_text("raise ImportError('there is no vLLM on that machine')\n")
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     command = [sys.executable, "-S", "-m", "benchmarks.cuda", "--day-one", "--stand-in"]
     command += ["--out", str(tmp_path / "out"), "--seconds", str(patient(1000)), "--seed", str(RUN_SEED)]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{packages}"}
+    environment = os.environ | {"PYTHONPATH": f"{without_vllm(tmp_path)}:{packages}"}
     ended = subprocess.run(
         command, cwd=ROOT, timeout=patient(380), capture_output=True, text=True, check=False, env=environment
     )
