@@ -14,7 +14,20 @@ from kvdepot.server.storage.base import IoOutcome
 
 from tests.fakes.memory_tier import MemoryTier
 from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path
-from tests.rigs.tier_rig import ATTENTION, BOTH, COMMIT, boundary, in_ram, in_tier, read, reboot, settle, store, verify
+from tests.rigs.tier_rig import (
+    ATTENTION,
+    BOTH,
+    COMMIT,
+    boundary,
+    in_ram,
+    in_tier,
+    read,
+    reboot,
+    settle,
+    store,
+    verify,
+    write,
+)
 
 KEYS = path("p", 3)
 ORDERS = ("checksum_first", "write_first")
@@ -291,3 +304,38 @@ def test_doubts_of_objects_without_a_checksum_and_of_those_that_left_are_forgott
     doubted[row] -= 2  # as if another object had the row now
     assert rig.depot.next_to_sum() is None
     assert not doubted
+
+
+@pytest.mark.requirement("I1")
+@pytest.mark.parametrize("following", ["written", "under_way", "waiting"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_files_of_what_follows_doubtful_bytes_are_not_found_once_these_are_stored_again(
+    order: str, following: str
+) -> None:
+    """An engine loads the bytes before anything compared them, and stores what it has computed from them."""
+    rig = Rig(shared=COMMIT)
+    client = rig.attach()
+    store(client, KEYS[:1])
+    (doubtful,) = rig.shared.jobs
+    assert rig.shared.begin(doubtful)
+    job = rig.depot.next_to_sum()
+    assert job is not None and list(job.extents) == list(doubtful.extents)
+    lease, reply = client.reserve(KEYS[1:], start=1, parent=KEYS[0])
+    write(client, reply.extents, 9)
+    assert client.commit(lease, 0, 1) == bytes([1, 1])
+    answer = _observed(rig, job)
+    if order == "checksum_first":
+        answer()
+    rig.buffer[job.extents[0][0]] ^= 0x40
+    for later in rig.shared.jobs[1:] if following != "waiting" else ():
+        assert rig.shared.begin(later)
+        if following == "written":
+            rig.shared.finish(later)
+    rig.shared.finish(doubtful)
+    if order == "write_first":
+        answer()
+    rig.shared.run()
+    audit(rig.depot)
+    assert (in_ram(rig), len(rig.shared_medium.files)) == (0, 0)
+    store(client, KEYS[:1])
+    assert boundary(client, KEYS) == 1

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -285,8 +286,27 @@ class Tree:
             )  # fmt: skip
         for tier in self.tiers:
             tier.quarantine(name, raw_sums)
+        self._doubt_following(row, node)
         self.note_lost(node, MissReason.CORRUPT)
         self.counters.add("dropped_objects.below_corrupt", self.drop_subtree(node) - 1)
+
+    def _doubt_following(self, doubtful: int, node: int) -> None:
+        """Have the files of what was stored after a doubtful object quarantined, as far as RAM has their checksums.
+
+        Shared tiers keep files. Once the object is stored again, these would be found again.
+        """
+        shared, rows, nodes = [tier for tier in self.tiers if tier.shared is not None], self.ram.rows, [node]
+        for at in nodes if shared else ():
+            nodes.extend(islice(self.index.children(at), _CORRUPT_MAX - len(nodes)))
+            for row in self.index.rows_of(at):
+                if row == doubtful or not rows.visible(row):
+                    continue
+                self._remember_corrupt(row)  # a write of it may be under way
+                if (raw_sum := rows.raw_sum(row)) is None:
+                    continue
+                for tier in shared:
+                    if tier.has(at, rows.kind[row]):
+                        tier.quarantine(self.ram.name(row), (raw_sum,))
 
     def drop_torn(self) -> None:
         """Drop objects whose links were found damaged. One that is dying already goes when its last loan ends."""
@@ -303,10 +323,13 @@ class Tree:
         node, kind = self.ram.node_of(row), self.ram.rows.kind[row]
         assert node != NONE, "a committed row without a node"
         self.counters.add("corrupt_objects")
+        self._remember_corrupt(row)
+        return node, kind
+
+    def _remember_corrupt(self, row: int) -> None:
         self._corrupt[row, self.ram.rows.generation[row]] = None
         if len(self._corrupt) > _CORRUPT_MAX:
             self._corrupt.popitem(last=False)
-        return node, kind
 
     def was_corrupt(self, row: int, generation: int) -> bool:
         """Return whether the object that this row was went as corrupt. A write of it may have begun before."""
