@@ -30,6 +30,7 @@ from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.daemon.peer_summaries import PeerSummaries
 from kvdepot.server.depot.loads.peer_leases import PeerChunks
 from kvdepot.server.depot.tree.index import Index
+from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.rows import COMMITTED, SUMMED, Rows
 from kvdepot.server.io.child_stream import ChildStream
 from kvdepot.server.io.jobs import FILES_PER_STAT
@@ -71,7 +72,8 @@ class Leases:
         rows.keys.view(np.uint8)[: objects * 16] = np.frombuffer(random.randbytes(objects * 16), np.uint8)
 
     def chunks(self, tenant: str | None) -> PeerChunks:  # noqa: ARG002
-        return PeerChunks(self._rows, Index(1, random.randbytes), (), {0: bytes(16)})
+        namespace = Namespace(0, bytes(16), "", 0.0)
+        return PeerChunks(self._rows, Index(1, random.randbytes), (), [namespace], {0: namespace})
 
 
 async def measure_source(report: Report, objects: int) -> bytes:

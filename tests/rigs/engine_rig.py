@@ -29,6 +29,7 @@ from kvdepot.core.calls import (
     ReserveReply,
 )
 from kvdepot.core.elements import Elements
+from kvdepot.core.epochs import Epochs
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec, Planner
@@ -138,6 +139,7 @@ class Rig:
         self.random = Random(seed)
         self.config = DepotConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config))  # type: ignore[arg-type]
         self.report = AdoptionReport()
+        self.epochs = Epochs()  # that the state file has
         self.tier_config = tier
         self.tier_bytes = tier_bytes
         self.tier_handles = tier_handles
@@ -169,6 +171,7 @@ class Rig:
         )
         self.depot._tree.drop_nodes_max = self.drop_nodes_max
         self.depot._audits.ram_share_max = self.audit_share
+        self.depot.invalidation.epochs = self.epochs
         self.report = self.depot.adopt(self.liveness)
         self.ready_bytes_after_adoption = self.depot.status().tier.ready_bytes
         if self.populated_at_start:

@@ -9,6 +9,7 @@ from kvdepot.core.calls import ROOT_KEY, Kind, ReserveOutcome
 from kvdepot.core.control import Switch
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.loads.peer_leases import LEASES_MAX, PeerLease, PeerLeases
+from kvdepot.server.depot.tree import namespaces
 from kvdepot.server.depot.types import Owner, TenantBudget
 from kvdepot.server.io.chunk_words import words_of_names
 from kvdepot.server.io.jobs import ABSENT, UNKNOWN
@@ -16,7 +17,7 @@ from kvdepot.server.io.peer_wire import Refusal
 from kvdepot.server.storage.base import ObjectName, UnknownWorker
 
 from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, path
-from tests.rigs.tier_rig import store, verify, write
+from tests.rigs.tier_rig import COMMIT, store, verify, write
 
 OBJECT_BYTES = 8192
 SENDER = 7000
@@ -317,3 +318,21 @@ def test_a_summary_for_a_peer_of_a_tenant_has_chunks_of_this_tenant_alone() -> N
         assert summarized(leases, client, path("p", 1), foreign) == [False]
     chunks = leases.chunks("a")
     assert len(chunks.words(0, chunks.places)) == 1
+
+
+@pytest.mark.requirement("S4")
+def test_a_summary_has_nothing_of_another_tenant_that_gets_a_slot_while_it_is_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(namespaces, "NAMESPACES_MAX", 1)
+    rig = Rig(tier=COMMIT, tenants={"a": TenantBudget(), "b": TenantBudget()})
+    keys, leases = path("p", 2), rig.depot.peer_leases
+    one = rig.attach("e-a", 10, replace(DENSE, tenant="a"), owner=Owner(0, tenant="a"))
+    chunks = leases.chunks("a")
+    rig.depot.process_dead(one.attachment)
+    other = rig.attach("e-b", 11, replace(DENSE, tenant="b"), owner=Owner(1, tenant="b"))
+    store(other, keys)
+    verify(rig)
+    rig.tier.run()
+    assert other.namespace != one.namespace and len(rig.depot._tree.namespaces.by_slot) == 1
+    assert not len(chunks.words(0, chunks.places))

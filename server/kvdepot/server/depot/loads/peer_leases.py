@@ -160,7 +160,7 @@ class PeerLeases:
         """Return what gathers the chunks that such a peer may have, in namespaces that are served now."""
         served = [one for one in self._namespaces.by_id.values() if self._serves(tenant, one)]
         disks = [disk for disk in self._tree.disks if self.reads.on and disk.tier.readable]
-        return PeerChunks(self._rows, self._index, disks, {one.slot: one.id for one in served})
+        return PeerChunks(self._rows, self._index, disks, served, self._namespaces.by_slot)
 
     def _found(self, tenant: str | None, namespace_id: bytes, key: bytes, kind: int) -> _Found | None:
         """Return namespace, node and kind of an object that such a peer may be served, now or later."""
@@ -191,16 +191,19 @@ class PeerChunks:
     several objects is in it several times.
     """
 
-    def __init__(self, rows: Rows, index: Index, disks: Sequence[LowerTier], namespaces: Mapping[int, bytes]) -> None:
-        """`namespaces`: ids by slot."""
+    def __init__(
+        self, rows: Rows, index: Index, disks: Sequence[LowerTier], namespaces: Sequence[Namespace],
+        by_slot: Mapping[int, Namespace],
+    ) -> None:  # fmt: skip
+        """`by_slot`: who has each slot by now. Another tenant's namespace may get one between two slices."""
         self._rows = rows
         self._index = index
         self._disks = disks
-        slots = list(namespaces)
+        self._namespaces = namespaces
+        self._by_slot = by_slot
         self._served = np.zeros(NAMESPACES_MAX, np.bool_)
-        self._served[slots] = True
         self._seeds = np.zeros(NAMESPACES_MAX, np.uint64)
-        self._seeds[slots] = seeds_of(b"".join(namespaces.values()))
+        self._seeds[[one.slot for one in namespaces]] = seeds_of(b"".join(one.id for one in namespaces))
         self._keys: npt.NDArray[np.uint64] = rows.keys.view("<u8").reshape(-1, 2)
 
     @property
@@ -210,6 +213,8 @@ class PeerChunks:
 
     def words(self, start: int, stop: int) -> Words:
         """Return the words of chunks in places from `start` on, before `stop`."""
+        self._served[:] = False
+        self._served[[one.slot for one in self._namespaces if self._by_slot.get(one.slot) is one]] = True
         count = self._rows.count
         return np.concatenate(
             (self._in_ram(start, min(stop, count)), self._on_disks(max(start - count, 0), stop - count))
