@@ -259,7 +259,7 @@ class EvictReply:
 
     chunks: int
     more: bool = False  # than were counted
-    unchanged_tiers: tuple[str, ...] = ()  # tiers that were not changed: shared and disabled ones
+    unchanged_tiers: tuple[str, ...] = ()  # tiers that were not changed: shared, disabled and read-only ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,7 +309,7 @@ class EvictResponse(google.protobuf.message.Message):
     """than were counted"""
     @property
     def unchanged_tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tiers that were not changed: shared and disabled ones"""
+        """tiers that were not changed: shared, disabled and read-only ones"""
 
     def __init__(
         self,

@@ -124,6 +124,14 @@ def test_what_is_not_there_is_not_found() -> None:
         rig.depot.deletion(bytes(16), b"")
 
 
+def test_a_disk_that_cannot_be_written_is_named_because_a_restart_brings_its_objects_back() -> None:
+    rig = Rig(tier=COMMIT)
+    client = on_tier_only(rig, KEYS)
+    rig.tier.writable = False
+    assert evict(rig, client.namespace).unchanged_tiers == ("memory",)
+    assert client.locate(KEYS).boundary_tokens == 0, "in this run nobody finds them"
+
+
 def test_a_shared_tier_keeps_its_files_and_is_named() -> None:
     rig = Rig(shared=COMMIT)
     client = rig.attach()

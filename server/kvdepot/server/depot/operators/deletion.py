@@ -47,8 +47,9 @@ class Deletion:
         self.more = False
 
     def reply(self) -> EvictReply:
+        """Return the reply. A disk that cannot be written forgets objects, and has them again in the next run."""
         tiers = self._tiers
-        unchanged = tuple(tier.tier.name for tier in tiers if tier.shared is not None or not tier.tier.readable)
+        unchanged = tuple(tier.tier.name for tier in tiers if tier.shared is not None or not tier.tier.writable)
         return EvictReply(self.chunks, self.more, unchanged)
 
     def run_once(self) -> bool:
