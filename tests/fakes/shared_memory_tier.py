@@ -59,6 +59,7 @@ class SharedMemoryTier(MemoryTier):
         self.source_id = 0
         self.told: list[list[ObjectName]] = []
         self.already_there = 0
+        self._doubtful: dict[File, tuple[int, ...]] = {}  # checksums that reads refuse
         self._names: dict[int, ObjectName] = {}  # by handle
         self._by_file: dict[File, int] = {}
         self._used = 0
@@ -112,7 +113,11 @@ class SharedMemoryTier(MemoryTier):
         self._used -= 1
 
     def quarantine(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
-        """A read into nothing that waits as others do. A handle of the file is of no use from then on."""
+        """A read into nothing that waits as others do. A handle of the file is of no use from then on.
+
+        Until the job has told what is there, reads refuse these bytes.
+        """
+        self._doubtful[file_of(name)] = (*raw_sums, *self._doubtful.get(file_of(name), ()))
         job = Job(name, (), Unlent(), _ignored, handle=_LOOKED_AT, doubtful=tuple(raw_sums))
         self._add(job)
 
@@ -163,6 +168,7 @@ class SharedMemoryTier(MemoryTier):
             self._end(job, IoOutcome.FOREIGN, lent=True)
         else:
             job.snapshot = blob
+            job.doubtful = (*job.doubtful, *self._doubtful.get(file_of(job.name), ()))
             super()._finish_read(job)
 
     def _finish_write(self, job: Job) -> None:
@@ -173,6 +179,8 @@ class SharedMemoryTier(MemoryTier):
 
     def _note_read(self, job: Job, outcome: IoOutcome) -> None:
         file = file_of(job.name)
+        if job.handle == _LOOKED_AT and outcome in (*DAMAGED, IoOutcome.OK, IoOutcome.GONE, IoOutcome.FOREIGN):
+            self._doubtful.pop(file, None)
         if outcome in DAMAGED and self.shared.files.get(file) == job.snapshot:
             self.shared.quarantined.append(self.shared.files.pop(file))
         if outcome in (*DAMAGED, IoOutcome.GONE, IoOutcome.FOREIGN) and self._by_file.get(file) == job.handle:

@@ -9,11 +9,11 @@ Tiers whose traits say `shared` count handles, forget where others free, and are
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectHeader, object_bytes, payload_sum
-from kvdepot.server.storage.base import DAMAGED, IoOutcome, Read
+from kvdepot.server.storage.base import DAMAGED, IoOutcome, Read, SharedTier
 from kvdepot.server.tiers.conformance_harness import (
     DAMAGES,
     PAGE_BYTES,
@@ -280,3 +280,14 @@ class TierConformance:
         looked_up(harness, [name])
         handle, _ = harness.listener.found_objects[-1]
         assert read(harness, handle, name) == (IoOutcome.OK, payload_of(name))
+
+    def test_doubtful_bytes_are_refused_before_they_are_moved_aside(self, harness: TierHarness) -> None:
+        if not harness.tier.traits.shared:
+            return
+        name = name_of(1)
+        stored = written(harness, name)
+        cast("SharedTier", harness.tier).quarantine(name, (stored.raw_sum,))
+        assert read(harness, stored.handle, name)[0] in DAMAGED | {IoOutcome.GONE}
+        harness.settle()
+        stored = written(harness, name)
+        assert read(harness, stored.handle, name) == (IoOutcome.OK, payload_of(name)), "nobody doubts these"
