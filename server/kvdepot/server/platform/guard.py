@@ -30,6 +30,7 @@ PLACES: Final = (
     "checksums",
     "task",
     "what_if",
+    "peers",
 )
 """Where the daemon calls what may raise, apart from its tiers: labels of `kvdepot_internal_errors_total`."""
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from pathlib import Path
 
 import pytest
 from kvdepot.core.errors import NotFound
-from kvdepot.server.platform.guard import Guard, Once, engine_guard, tier_guard
+from kvdepot.server.platform import guard as module
+from kvdepot.server.platform.guard import PLACES, Guard, Once, engine_guard, tier_guard
 
 
 class Raised(Exception):  # noqa: N818
@@ -106,3 +109,11 @@ def test_an_answer_is_given_once_and_a_late_one_elsewhere() -> None:
         once(1)
         once(2)
     assert (answers, late) == ([1, 1], [2])
+
+
+def test_every_place_outside_tiers_is_a_label_from_the_start() -> None:
+    """An alert on the increase of a counter misses the first error of a label that appears with it."""
+    named = re.compile(r"guard\.(?:call|value|each|task)\(\s*\"(\w+)\"")
+    folders = [Path(module.__file__).parents[1] / name for name in ("depot", "daemon", "attach", "rpc")]
+    texts = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    assert {place for text in texts for place in named.findall(text)} <= set(PLACES)
