@@ -70,7 +70,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     if config.option.preload:
-        python = command_of(config.option.preload)
+        ignored = [f"--ignore={path}" for path in config.option.ignore or ()]
+        python = command_of(config.option.preload, [*ignored, *config.args])
         for spec in specs:
             spec.python = python
 
@@ -89,20 +90,22 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Draws tests until their time is spent: `long(seconds=...)` says what each takes without other load."""
+    """Draws tests until their time is spent: `long(seconds=...)` says what each takes without other load.
+
+    Those with `always=True` come first, then one case of each test before any other of it.
+    """
     left = config.getoption("--sample-seconds")
     if left is None:
         return
     shuffled, turns, chosen = sorted(items, key=lambda item: item.nodeid), Counter[str](), set[pytest.Item]()
     random.Random(RUN_SEED).shuffle(shuffled)
-    drawn = list[tuple[int, pytest.Item]]()  # one case of each test before any other of it
+    drawn = list[tuple[bool, int, float, pytest.Item]]()
     for item in shuffled:
         name = item.nodeid.partition("[")[0]
-        drawn.append((turns[name], item))
+        said = marker.kwargs if (marker := item.get_closest_marker("long")) else {"seconds": 0.0}
+        drawn.append((not said.get("always", False), turns[name], said.get("seconds", LONG_SECONDS), item))
         turns[name] += 1
-    for _, item in sorted(drawn, key=lambda one: one[0]):
-        marker = item.get_closest_marker("long")
-        seconds = marker.kwargs.get("seconds", LONG_SECONDS) if marker else 0.0
+    for *_, seconds, item in sorted(drawn, key=lambda one: one[:2]):
         if seconds <= left:
             left -= seconds
             chosen.add(item)

@@ -14,7 +14,10 @@ from tests.soak.engines import MIB, SOAKED, soak_fleet
 from tests.soak.judge import Memory
 from tests.soak.soak import Soak
 
-SOAKS = [(60, 250), pytest.param(300, 2000, marks=pytest.mark.long(seconds=330))]
+SOAKS = [
+    pytest.param(60, 250, marks=pytest.mark.long(seconds=120, always=True)),
+    pytest.param(300, 2000, marks=pytest.mark.long(seconds=330)),
+]
 """Seconds and requests, at least. Only in the longer one a process lives long enough to see that its memory is flat."""
 
 

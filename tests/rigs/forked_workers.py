@@ -1,6 +1,7 @@
 """Fork pytest's workers from a process that has imported what they need: `pytest -n 4 --preload torch`.
 
-Each worker would import the same, for 10 s of a core. `tests/rigs/fork_server.py` says in what a copy differs from a
+Each worker would import the same, for 10 s of a core, and all test modules, for another 15 s where no run has compiled
+their assertions before. `tests/rigs/fork_server.py` says in what a copy differs from a
 fresh process. All workers of a run have the same seed of `hash()`; each run has another one.
 
 execnet starts a program for each worker and talks to its streams. That program is this module: it passes its streams
@@ -21,23 +22,39 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
+import pytest
+
 from tests.rigs.fork_server import STREAMS, Client, NoForkError, Server
 from tests.rigs.forked import ForkingProcess, log_of
 from tests.rigs.forked_program import ONE_THREAD
 
 
-def command_of(modules: Sequence[str]) -> str:
-    """Start a server that imports these. Return the command that execnet runs instead of Python."""
-    server = ForkingProcess("tests.rigs.forked_workers", os.environ | ONE_THREAD, modules)
+def command_of(modules: Sequence[str], tests: Sequence[str] = ()) -> str:
+    """Start a server that imports these. Return the command that execnet runs instead of Python.
+
+    Args:
+        tests: what pytest is called with to find the modules of tests.
+    """
+    server = ForkingProcess("tests.rigs.forked_workers", os.environ | ONE_THREAD, [",".join(modules), *tests])
     atexit.register(server.close)
     return shlex.join([sys.executable, "-m", "tests.rigs.forked_workers", server.client.address])
 
 
-def serve(listener_fd: int, alive_fd: int, *modules: str) -> Callable[[], Any]:
+class _ModulesAlone:
+    """Has pytest import the modules of tests, and make no tests of them."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self) -> list[pytest.Item]:
+        return []
+
+
+def serve(listener_fd: int, alive_fd: int, modules: str, *tests: str) -> Callable[[], Any]:
     """Fork workers. Return what the calling process then has to do."""
     gc.disable()
-    for name in modules:
+    for name in modules.split(","):
         importlib.import_module(name)
+    if tests:  # a module that fails is imported again by each worker, which then tells why
+        pytest.main(["--collect-only", "-q", *tests], plugins=[_ModulesAlone()])
     sys.stdout.flush()  # a copy speaks with execnet there
     gc.freeze()  # no collection of a worker writes to what it shares
     gc.enable()

@@ -23,6 +23,21 @@ def drawn(numbers: Iterable[int], marks: Collection[MarkDecorator] = ()) -> list
     ]
 
 
+def one_in(number: int, values: Iterable[object], seconds: float) -> list[ParameterSet]:
+    """Parameters of a test: this run draws one of each `number`, and the others are long. All runs have the same names.
+
+    Args:
+        seconds: that one case of the test takes.
+    """
+    every, params = list(values), list[ParameterSet]()
+    for first in range(0, len(every), number):
+        group = every[first : first + number]
+        chosen = random.Random(f"{RUN_SEED} {first} of {len(every)}").randrange(len(group))
+        for place, value in enumerate(group):
+            params.append(pytest.param(value, marks=[] if place == chosen else [pytest.mark.long(seconds=seconds)]))
+    return params
+
+
 def steps_until(enough: Callable[[], object], steps: int) -> Iterator[int]:
     """Numbers of the steps of a random history: at least so many, and on until it has met what the test is about.
 

@@ -133,7 +133,7 @@ def cases() -> Iterator[ParameterSet]:
 
 @pytest.mark.requirement("I1", "I3", "I5", "I6", "C6", "C7")
 @pytest.mark.timeout(600)  # on a busy machine
-@pytest.mark.parametrize(("order", "runs_ahead", "model", "seed"), cases())
+@pytest.mark.parametrize(("order", "runs_ahead", "model", "seed"), list(cases()))
 def test_random_turns_with_drafts_in_every_call_order(
     start: Callable[..., DraftingEngine], depot: DirectDepot, order: str, runs_ahead: bool, model: str, seed: int
 ) -> None:

@@ -44,7 +44,7 @@ TestQuotaModel = QuotaModel.TestCase
 
 @pytest.mark.requirement("T8", "I4")
 @pytest.mark.parametrize("policy", list(WritePolicy))
-@pytest.mark.parametrize("seed", drawn(range(2)))
+@pytest.mark.parametrize("seed", [*drawn([0]), *drawn([1], [pytest.mark.long(seconds=1)])])
 def test_no_owner_is_ever_above_its_quota_and_no_other_pays_for_it(seed: int, policy: WritePolicy) -> None:
     random = Random(seed)
     world = World(tier=TierConfig(policy), quotas=QUOTAS)

@@ -301,7 +301,7 @@ ACTIONS = (
 
 
 @pytest.mark.requirement("I4")
-@pytest.mark.parametrize("seed", drawn(range(8)))
+@pytest.mark.parametrize("seed", [*drawn(range(3)), *drawn(range(3, 8), [pytest.mark.long(seconds=1)])])
 def test_long_histories_of_a_full_directory(seed: int) -> None:
     """Where a machine that shrinks examples seldom comes: everything granted, and used."""
     random = Random(seed)

@@ -30,7 +30,7 @@ TestTierModel = TierModel.TestCase
 
 @pytest.mark.requirement("I1", "I6", "I1a")
 @pytest.mark.parametrize("policy", list(WritePolicy))
-@pytest.mark.parametrize("seed", drawn(range(1, 4)))
+@pytest.mark.parametrize("seed", [*drawn([1]), *drawn([2, 3], [pytest.mark.long(seconds=1)])])
 def test_long_random_histories_over_a_lower_tier(seed: int, policy: WritePolicy) -> None:
     """Promotions, demotions, damage, hangs, kills and reboots; patterns in everything a worker may still write to."""
     random = Random(seed)
@@ -41,7 +41,7 @@ def test_long_random_histories_over_a_lower_tier(seed: int, policy: WritePolicy)
     world.finish()
 
 
-@pytest.mark.parametrize("seed", drawn(range(4)))
+@pytest.mark.parametrize("seed", [*drawn([0, 1]), *drawn([2, 3], [pytest.mark.long(seconds=1)])])
 def test_loads_whose_room_is_made_object_by_object_are_right_whatever_happens_between(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +61,7 @@ def test_loads_whose_room_is_made_object_by_object_are_right_whatever_happens_be
 
 
 @pytest.mark.requirement("I4", "I7")
-@pytest.mark.parametrize("seed", drawn(range(3)))
+@pytest.mark.parametrize("seed", [*drawn([0]), *drawn([1, 2], [pytest.mark.long(seconds=2)])])
 def test_long_random_histories_of_queues(seed: int) -> None:
     """Many requests wait, with a cold RAM again and again: nothing is held for nobody, nor beyond the share."""
     random = Random(seed)
@@ -76,7 +76,7 @@ def test_long_random_histories_of_queues(seed: int) -> None:
 
 
 @pytest.mark.requirement("I4", "I7")
-@pytest.mark.parametrize("seed", drawn(range(3)))
+@pytest.mark.parametrize("seed", [*drawn([0]), *drawn([1, 2], [pytest.mark.long(seconds=2)])])
 def test_long_random_histories_of_queues_in_which_half_is_declined(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not worth its time is read when its time has come, whatever else happens meanwhile."""
     monkeypatch.setattr(read_rate, "MEASURED_READS", 0)

@@ -112,14 +112,20 @@ def spawn(*arguments: str) -> subprocess.Popen[bytes]:
     return process
 
 
+def blocked(pid: int) -> int:
+    """Its signals, one bit each."""
+    return int(Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0], 16)
+
+
 def limits_and_mask() -> None:
     forked_children.begin()
     resource.setrlimit(resource.RLIMIT_NOFILE, (77, 77))
     process, ours, _ = child.spawn("kvdepot.server.io.checksum_worker", lambda fd: ("", fd, os.getpid()))
     assert isinstance(process, forked_children.Child) and process.poll() is None
     assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (77, 77)
-    blocked = Path(f"/proc/{process.pid}/status").read_text().partition("SigBlk:")[2].split()[0]
-    assert int(blocked, 16) == 1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1  # from its first instruction on
+    given = 1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1
+    assert blocked(process.pid) & given == given  # from its first instruction on
+    wait_until(lambda: blocked(process.pid) == given, "no other ones, as while it makes a thread")
     ours.close()
     assert process.wait() == 0
     other, _, _ = child.spawn("kvdepot.server.io.checksum_worker", lambda fd: ("", fd, os.getpid()))

