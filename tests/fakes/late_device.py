@@ -61,6 +61,8 @@ class LateDevice(Device):
     pinned: list[int] = field(default_factory=list)
     transfers: list[tuple[bool, int]] = field(default_factory=list)  # pinned, runs
     shuffles: list[int] = field(default_factory=list)  # runs
+    words: set[int] = field(default_factory=set)  # bytes: each size is a kernel to build
+    taken: list[int] = field(default_factory=list)  # bytes of memory
     ran: int = 0  # batches, in both directions
     started: int = 0
     queues: dict[Direction, LateQueue] = field(default_factory=lambda: {one: LateQueue() for one in Direction})
@@ -92,6 +94,7 @@ class LateDevice(Device):
 
     def shuffle(self, direction: Direction, runs: Runs) -> None:
         self.shuffles.append(len(runs))
+        self.words.add(runs.word_bytes)
         table = self.numbers(np.stack([runs.sources, runs.targets, runs.lengths]))
         self._queue(direction, lambda: moved(Runs(*table.numpy())))
 
@@ -118,6 +121,7 @@ class LateDevice(Device):
             queue.ran += 1
 
     def memory(self, direction: Direction, size_bytes: int) -> torch.Tensor:
+        self.taken.append(size_bytes)
         return torch.full((size_bytes,), 0xDD, dtype=torch.uint8)
 
     def numbers(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:

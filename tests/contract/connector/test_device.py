@@ -140,7 +140,6 @@ def test_streams_carry_what_a_device_copies(make: Make, devices: list[LateDevice
 
 
 @pytest.mark.requirement("P8")
-@pytest.mark.parametrize("devices", [Way.GATHER, Way.TORCH], indirect=True)
 def test_a_device_without_memory_for_copies_costs_hits_and_nothing_else(
     make: Make, devices: list[LateDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,8 +23,8 @@ from kvdepot.client.copy.base import BATCH_BYTES, CopyError, Direction, heads
 from kvdepot.client.copy.indexed import IndexedCopies
 from kvdepot.client.copy.pinning import PIECE_BYTES, Pinnable, Pins
 from kvdepot.client.copy.runs import Runs, address_of
-from kvdepot.client.copy.self_test import self_test
-from kvdepot.client.copy.table import RUN_BYTES, LayerTable
+from kvdepot.client.copy.self_test import prove_words, self_test
+from kvdepot.client.copy.table import LayerTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +36,8 @@ BATCH_RUN_BYTES: Final = 28 << 10
 """Runs of this length and more go straight: below, a gather is faster than the driver's batch call (vLLM PR 42212)."""
 _IN_FLIGHT_MAX: Final = 2
 _ALIGNED_BYTES: Final = 16
+_PADDING_BYTES: Final = 1 << 20
+"""Of scratch memory: for more transfers than a batch has, each of which begins at an aligned address there."""
 
 
 class _Queue:
@@ -68,12 +70,11 @@ class _Queue:
             memory = self._scratch[self._turn] = self._device.memory(self._direction, size_bytes)
         return memory
 
-    def resize(self, size_bytes: int) -> None:
-        """Take scratch memory of this size, or none. Nothing is on its way."""
+    def reserve(self, size_bytes: int) -> None:
+        """Take all scratch memory at its final size. Nothing is on its way."""
         for turn in range(_IN_FLIGHT_MAX):
             self._scratch[turn] = None
-            if size_bytes:
-                self._scratch[turn] = self._device.memory(self._direction, size_bytes)
+            self._scratch[turn] = self._device.memory(self._direction, size_bytes)
 
     def end(self) -> None:
         """Mark the batch as queued."""
@@ -132,14 +133,20 @@ class DeviceCopier:
         self._device.enter()
 
     def prove(self, mark: object) -> None:
-        """See BlockCopier: by each way that a batch may take here. A way that the device refuses is not used."""
+        """See BlockCopier: by each way that a batch may take here. A way that the device refuses is not used.
+
+        No later batch takes memory or builds a kernel.
+        """
         self.after(mark)
         self._device.wait(self._device.mark(Direction.LOAD))  # torch's own copies use another stream
+        self._take_scratch()
         for way in Way:
             if not self._may_take(way):
                 continue
             try:
                 self_test(self, self._layers, way)
+                if way is Way.GATHER:
+                    prove_words(self._device, self._queues[Direction.LOAD].scratch(0))
             except CopyError:
                 raise
             except Exception as error:
@@ -147,7 +154,6 @@ class DeviceCopier:
                     raise
                 self._refused.add(way)
                 self._log.warning("kvdepot: copies on this device do not use %s, which failed: %s", way, error)
-        self._take_scratch()
 
     @property
     def ways(self) -> frozenset[Way]:
@@ -163,12 +169,13 @@ class DeviceCopier:
         return self.way in (None, way) or (way is Way.GATHER and self.way is Way.BATCH)
 
     def _take_scratch(self) -> None:
-        """Take scratch memory at its final size where batches go by it: not in the middle of a request."""
+        """Take scratch memory at its final size: not in the middle of a request.
+
+        Also where long runs go straight. A batch that is not pinned goes by it, and so does a load that is read back.
+        """
         block_bytes = int(self._table.bounds.block_bytes.max())
-        short = int(np.median(self._table.words[:, RUN_BYTES])) < BATCH_RUN_BYTES
-        needed = Way.BATCH not in self.ways or self.way in (Way.GATHER, Way.TORCH) or (short and self.way is None)
         for queue in self._queues.values():
-            queue.resize(BATCH_BYTES + block_bytes if needed else 0)
+            queue.reserve(BATCH_BYTES + block_bytes + _PADDING_BYTES)
 
     def verify(self, arena: CopyMemory, batch: CopyBatch) -> bool:
         """See BlockCopier. Reads back by torch's indexed operations, which share no address with the other ways."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvdepot.client.copy.base import Column
+
+
+WORDS_BYTES: Final = (8, 4, 2, 1)
+"""The sizes of what a kernel moves at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,10 @@ class Runs:
 
     @property
     def word_bytes(self) -> int:
-        """Return the largest of 8, 4, 2 and 1 that divides every address and every length."""
+        """Return the largest of `WORDS_BYTES` that divides every address and every length."""
         columns = (self.sources, self.targets, self.lengths)
         bits = int(np.bitwise_or.reduce([np.bitwise_or.reduce(column) for column in columns]))
-        return min(8, bits & -bits) if bits else 8
+        return min(WORDS_BYTES[0], bits & -bits) if bits else WORDS_BYTES[0]
 
 
 def address_of(memory: memoryview) -> int:

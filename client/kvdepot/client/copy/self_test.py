@@ -2,7 +2,8 @@
 
 A pattern travels into two blocks of each layer, from there into two others, and back to the host, by every way that
 the device has. torch's own copies say what the blocks hold, so an address that is wrong in both directions shows. The
-blocks hold nothing yet, and are zero afterwards. Kernels are loaded and scratch memory is taken on the way.
+blocks hold nothing yet, and are zero afterwards. The load is read back as the first loads of requests are. So every
+kernel is loaded here that a request may need.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import torch
 from kvdepot.client.copy.base import BATCH_BYTES, CopyBatch, CopyError, Direction, WrongBytesError, concatenate
+from kvdepot.client.copy.runs import WORDS_BYTES, Runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvdepot.client.copy.backend import Way
+    from kvdepot.client.copy.backend import Device, Way
     from kvdepot.client.copy.base import Column, CopyMemory
     from kvdepot.client.copy.pinning import Pinnable
 
@@ -29,6 +31,8 @@ _MOVED: Final = np.array([4, 3], dtype=np.int64)
 _TOUCHED: Final = np.concatenate([_LOADED, _MOVED])
 _UNTOUCHED: Final = (0, 5)
 BLOCKS_MIN: Final = 6
+_WORDS: Final = 3
+_SPACE_BYTES: Final = 64  # for so many words of any size
 
 
 class _Host:
@@ -48,6 +52,7 @@ class ProvableCopier(Protocol):
     def overlap(self, layers: Sequence[int], blocks: Column) -> bool: ...
     def prepare(self, arena: Pinnable | None) -> float | None: ...
     def copy(self, arena: CopyMemory, batch: CopyBatch, direction: Direction) -> None: ...
+    def verify(self, arena: CopyMemory, batch: CopyBatch) -> bool: ...
     def move(self, layers: Sequence[int], sources: Column, targets: Column) -> None: ...
     def wait(self) -> None: ...
     def zero(self, layers: Sequence[int], blocks: Column) -> None: ...
@@ -71,6 +76,25 @@ def self_test(copier: ProvableCopier, layers: Sequence[torch.Tensor], way: Way) 
     finally:
         copier.way = wanted
         copier.release()
+
+
+def prove_words(device: Device, memory: torch.Tensor) -> None:
+    """Move words of each size within `memory`, of the device. Raise WrongBytesError that names the size.
+
+    The size is part of the kernel. Which one a batch takes, its layers and its cuts say, so the blocks of the self-test
+    do not show all.
+    """
+    begin = memory.data_ptr()
+    for word_bytes in WORDS_BYTES:
+        pattern = np.frombuffer(secrets.token_bytes(2 * _SPACE_BYTES), dtype=np.uint8).copy()
+        there = memory[: len(pattern)]
+        there.copy_(torch.from_numpy(pattern))
+        size = _WORDS * word_bytes
+        places = (begin, begin + _SPACE_BYTES, size)
+        device.shuffle(Direction.LOAD, Runs(*(np.array([place], dtype=np.int64) for place in places)))
+        device.wait(device.mark(Direction.LOAD))
+        pattern[_SPACE_BYTES : _SPACE_BYTES + size] = pattern[:size]
+        _compare(there.cpu().numpy(), pattern, f"gather: words of {word_bytes} bytes")
 
 
 def _groups(copier: ProvableCopier, count: int) -> Iterator[list[int]]:
@@ -100,7 +124,8 @@ def _test(copier: ProvableCopier, layers: Sequence[torch.Tensor], group: list[in
     before = {(layer, block): _block(layers[layer], block) for layer in group for block in _UNTOUCHED}
     copier.prepare(host)
     try:
-        copier.copy(host, _pieces(copier, group, _LOADED, 0), Direction.LOAD)
+        loaded_pieces = _pieces(copier, group, _LOADED, 0)
+        copier.copy(host, loaded_pieces, Direction.LOAD)
         copier.move(group, _LOADED, _MOVED)
         copier.wait()
         copier.copy(host, _pieces(copier, group, _MOVED, total), Direction.STORE)
@@ -116,6 +141,8 @@ def _test(copier: ProvableCopier, layers: Sequence[torch.Tensor], group: list[in
                 at += size
         for (layer, block), bytes_before in before.items():
             _compare(_block(layers[layer], block), bytes_before, f"{way}: block {block} of layer {layer}, not copied")
+        if not copier.verify(host, loaded_pieces):
+            raise WrongBytesError(f"the self-test of copies failed: {way}: a right load is read back as a wrong one")
     finally:
         copier.wait()  # a store of which only a part could be queued still reads what is zeroed, in the other queue
         copier.zero(group, _TOUCHED)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.copy import device as device_module
 from kvdepot.client.copy.backend import Way
-from kvdepot.client.copy.base import BATCH_BYTES, CopyBatch, CopyError, Direction, WrongBytesError
+from kvdepot.client.copy.base import CopyBatch, CopyError, Direction, WrongBytesError
 from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.copy.runs import Runs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.day_one.copies import filled
 from tests.fakes.late_device import EngineWork, LateDevice
@@ -41,9 +44,9 @@ def drop_last(runs: Runs) -> Runs:
     return Runs(runs.sources[:-1], runs.targets[:-1], runs.lengths[:-1])
 
 
-def shorten(runs: Runs) -> Runs:
+def shorten(runs: Runs, missing: int = 16) -> Runs:
     """By so much that what is missing is hardly ever what was there."""
-    return Runs(runs.sources, runs.targets, runs.lengths - 16)
+    return Runs(runs.sources, runs.targets, runs.lengths - missing)
 
 
 def swap(runs: Runs) -> Runs:
@@ -175,14 +178,124 @@ def test_only_ways_that_a_batch_may_take_are_tested() -> None:
     copier.prove(copier.mark())
 
 
-@pytest.mark.parametrize(("block_bytes", "taken"), [(2048, True), (64 << 10, False)])
-def test_scratch_memory_is_taken_at_start_where_batches_go_by_it(block_bytes: int, taken: bool) -> None:
-    device = LateDevice()
-    copier = DeviceCopier([filled((8, block_bytes), torch.uint8)], device)
+class WarmDevice(LateDevice):
+    """Tells by which of torch's operations it is used: on a GPU each is a kernel that is loaded at its first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+
+    def run(self, direction: Direction, work: Callable[[], None]) -> None:
+        def watched() -> None:
+            with Operations(self.operations):
+                work()
+
+        super().run(direction, watched)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self, seen: set[str]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [one for one in [*args, *(kwargs or {}).values()] if isinstance(one, torch.Tensor)]
+        self._seen.add(f"{func} {tensors[0].dtype}")
+        return func(*args, **(kwargs or {}))
+
+
+def cut_batch(copier: DeviceCopier, layers: list[int], cut: int) -> CopyBatch:
+    """Two blocks of these layers and the ends of two others, at places in the arena that have nothing in common."""
+    rows, offset = [], 0
+    for layer in layers:
+        size = copier.block_bytes(layer)
+        for block, skip, length in ((2, size - cut, cut), (3, 0, size), (4, 0, size), (5, 0, cut)):
+            rows.append((layer, block, skip, offset, length))
+            offset += length
+        offset += 4096 - offset % 4096
+    return CopyBatch(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))
+
+
+@pytest.mark.parametrize("arena_pinned", [True, False], ids=["pinned", "not pinned"])
+@pytest.mark.parametrize("way", [None, *Way])
+@pytest.mark.parametrize("ways", [set(Way), {Way.BATCH, Way.TORCH}, {Way.TORCH}], ids=["all", "no kernel", "torch"])
+def test_no_batch_after_it_takes_memory_or_needs_another_kernel(
+    arena: ArenaMap, ways: set[Way], way: Way | None, arena_pinned: bool
+) -> None:
+    """Layers of every word's size, with long and short blocks; loads that are read back, and batches of a stream."""
+    shapes = [(64 << 10, torch.uint8), (1028, torch.uint8), (770, torch.uint8), (31, torch.uint8), (96, torch.bfloat16)]
+    layers = [filled((8, size), dtype, seed) for seed, (size, dtype) in enumerate(shapes)]
+    device = WarmDevice()
+    device.ways = frozenset(ways)
+    copier = DeviceCopier(layers, device, way=way, pin_in_background=arena_pinned)
     copier.enter()
     copier.prove(copier.mark())
-    held = [memory for queue in copier._queues.values() for memory in queue._scratch if memory is not None]
-    assert [len(memory) for memory in held] == [BATCH_BYTES + block_bytes] * 4 * taken
+    taken, words, operations = list(device.taken), set(device.words), set(device.operations)
+    assert (words == {1, 2, 4, 8}) == (Way.GATHER in ways and way is not Way.TORCH)
+    if arena_pinned:
+        arena.populated(arena.size_bytes)
+    copier.prepare(arena)
+    for chosen in ([0], [1], [2], [3], [4], [0, 1], [0, 4], list(range(len(layers)))):
+        for cut in (8, 4, 2, 1):
+            batch = cut_batch(copier, chosen, cut)
+            copier.copy(arena, batch, Direction.STORE)
+            copier.copy(arena, batch, Direction.LOAD)
+            copier.wait()
+            assert copier.verify(arena, batch)
+        copier.move(chosen, np.array([3, 4]), np.array([6, 7]))
+        copier.wait()
+    assert device.taken == taken
+    assert device.words <= words
+    assert device.operations <= operations
+
+
+@pytest.mark.parametrize("way", [Way.GATHER, Way.TORCH])
+@pytest.mark.parametrize("direction", Direction)
+def test_scratch_memory_is_enough_for_a_batch_that_cuts_blocks(
+    arena: ArenaMap, monkeypatch: pytest.MonkeyPatch, direction: Direction, way: Way
+) -> None:
+    """`CopyBatch.split` cuts no piece, and torch's operations take all of a block of which a piece is there."""
+    size, cut, batch_bytes = 4100, 4001, 8 * 4100
+    monkeypatch.setattr(device_module, "BATCH_BYTES", batch_bytes)
+    device = LateDevice()
+    copier = DeviceCopier([filled((64, size), torch.uint8)], device, way=way)
+    copier.enter()
+    copier.prove(copier.mark())
+    taken = list(device.taken)
+    blocks = np.arange(64, dtype=np.int64).repeat(2)
+    skips, lengths = np.tile(np.array([[0, cut], [cut, size - cut]]), 64)
+    pieces = CopyBatch(np.zeros_like(blocks), blocks, skips, np.arange(128) * 4096, lengths)
+    for first in range(2):  # a batch begins with a block, and within one
+        later = CopyBatch(*(getattr(pieces, column.name)[first:] for column in fields(pieces)))
+        for batch in later.split(batch_bytes):
+            copier.copy(arena, batch, direction)
+    copier.wait()
+    assert device.taken == taken
+
+
+@pytest.mark.requirement("I1", "G1")
+@pytest.mark.parametrize("word_bytes", [8, 4, 2, 1])
+def test_a_kernel_that_is_wrong_for_words_of_one_size_is_named(word_bytes: int) -> None:
+    """Whatever size the blocks have: cuts make smaller words of a batch, and other layers larger ones."""
+
+    def wrong(runs: Runs) -> Runs:
+        return shorten(runs, 1) if runs.word_bytes == word_bytes else runs
+
+    copier = DeviceCopier([filled((8, 2 * 1028), torch.uint8)], WrongDevice("shuffle", Direction.LOAD, wrong))
+    copier.enter()
+    with pytest.raises(WrongBytesError, match=f"gather: (load|move|words of {word_bytes} bytes)"):
+        for _ in range(3):  # a byte may be what it was
+            copier.prove(copier.mark())
+
+
+def test_a_read_back_that_is_wrong_is_found_before_it_ends_the_copies_of_a_right_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "index_select", lambda *_, out, **__: out.fill_(0))
+    copier = DeviceCopier([filled((8, 512), torch.uint8)], LateDevice(), way=Way.GATHER)
+    copier.enter()
+    with pytest.raises(WrongBytesError, match="gather: a right load is read back as a wrong one"):
+        copier.prove(copier.mark())
 
 
 def test_a_cache_of_few_blocks_is_refused() -> None:
