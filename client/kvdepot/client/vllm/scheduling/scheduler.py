@@ -201,6 +201,10 @@ class SchedulerSide:
                 self.loads.stop(state)
                 state.excluded = state.excluded or "adapter_unknown"
 
+    def _look_at_adapters_in_use(self) -> None:
+        if self._clock() - self._looked_at >= ADAPTERS_SECONDS:
+            self._look_at_adapters()
+
     def _look_at_adapters(self) -> None:
         """Check that the files of adapters in use are those that the requests began with."""
         self._looked_at = self._clock()
@@ -283,18 +287,20 @@ class SchedulerSide:
         computes = bool(scheduler_output.num_scheduled_tokens)
         # Not after a step that computes: its tokens may still be waited for (asynchronous scheduling).
         meta.idle, self._computed = self._alone and not (computes or self._computed), computes
-        self.prefill_rate.step(scheduler_output.scheduled_new_reqs, self._requests)
-        if self._clock() - self._looked_at >= ADAPTERS_SECONDS:
-            self._look_at_adapters()
-        self._poll()
         block_state = scheduler_output.kv_connector_block_state
         resolve: ResolveBlocks | None = block_state.resolve_block_ids if block_state is not None else None
-        self.loads.build(meta, resolve)
+        # An error in one of these must not hold up a load: in every step, its request would wait for ever.
+        calls: list[Callable[[], object]] = [
+            partial(self.prefill_rate.step, scheduler_output.scheduled_new_reqs, self._requests),
+            self._look_at_adapters_in_use,
+            self._poll,
+            partial(self.loads.build, meta, resolve),
+            self._tier_checks.step,
+        ]
         if self.acceptance is not None:
-            self.acceptance.step(
-                self._requests, scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
-            )
-        self._tier_checks.step()
+            scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+            calls.append(partial(self.acceptance.step, self._requests, scheduled, drafts))
+        make_all(calls)
 
     def add_stores(self, meta: StepMeta, scheduler_output: Any) -> None:
         """Send granted stores, and hold and ask for new chunks. An error costs stores, never a load."""
@@ -352,11 +358,18 @@ class SchedulerSide:
         return self.offers.transfer_params.params(state)
 
     def _finished(self, state: RequestState) -> None:
-        self.prefill_rate.finished(state.request)
+        calls: list[Callable[[], object]] = [
+            partial(self.loads.finished, state),
+            partial(self.prefill_rate.finished, state.request),
+            partial(self.ends.count, state),
+            partial(self._end, state),
+        ]
         if self.acceptance is not None:
-            self.acceptance.finished(state)
-        self.loads.finished(state)
-        self.ends.count(state)
+            calls.append(partial(self.acceptance.finished, state))
+        make_all(calls)
+
+    def _end(self, state: RequestState) -> None:
+        """End its stores, and tell the daemon of its end, now or after them."""
         ends_later = self.stores.finished(state)
         if not ends_later and (state.located or self.session.attached):
             self.ends.send(state)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from kvdepot.client.failures import CallFailure
+from kvdepot.client.vllm.base.guard import make_all
 from kvdepot.client.vllm.base.metadata import NUMBERS, StepMeta
 from kvdepot.client.vllm.base.operations import ObjectCopy, StoreOp
 from kvdepot.client.vllm.scheduling.candidates import Candidate, StoreCandidates
@@ -156,11 +157,13 @@ class Stores:
             self._close_if_over(stores)
             return
         invalid = self._invalid(stores, stores.epoch)
+        news: list[Callable[[], object]] = []
         if invalid:
             self._end_lease(batch, invalid)
         else:
-            self._sort(stores, batch, outcomes, extents, reply.arena_id)
+            news = self._sort(stores, batch, outcomes, extents, reply.arena_id)
         self._close_if_over(stores)
+        make_all(news)  # last: an error in an event must not lose a grant
 
     def _end_lease(self, batch: list[StoreObject], reason: str) -> None:
         """Drop a batch that no rank has seen, and end its whole lease, whatever was granted of it."""
@@ -175,21 +178,22 @@ class Stores:
         outcomes: list[ReserveOutcome],
         extents: dict[int, bytes],
         arena_id: int,
-    ) -> None:
-        """Move each object to where its outcome sends it."""
+    ) -> list[Callable[[], object]]:
+        """Move each object to where its outcome sends it. Return what is to be called for KV events afterwards."""
         again: list[StoreObject] = []
+        news: list[Callable[[], object]] = []
         orphans = 0
         for item, outcome in zip(batch, outcomes, strict=True):
             self._counters[f"reserve_{outcome.name.lower()}"] += 1
             if outcome is ReserveOutcome.GRANTED:
                 item.arena_id, item.extents = arena_id, extents.get(item.index, b"")
                 if item.planned.kind is Kind.ATTENTION:
-                    self._events.missing(item.key)
+                    news.append(partial(self._events.missing, item.key))
                 stores.granted.append(item)
             elif outcome in (ReserveOutcome.PRESENT, ReserveOutcome.PENDING):
                 self._holds.drop(item.hold)
                 if outcome is ReserveOutcome.PRESENT and item.planned.kind is Kind.ATTENTION:
-                    self._events.stored(stores.state, item.planned.chunk)
+                    news.append(partial(self._events.stored, stores.state, item.planned.chunk))
             elif outcome is ReserveOutcome.LATER or (outcome is ReserveOutcome.NO_PARENT and again):
                 again.append(item)
             else:
@@ -200,6 +204,7 @@ class Stores:
         self._retry(stores, again)
         if orphans:
             self._orphaned(stores)
+        return news
 
     def _retry(self, stores: RequestStores, again: list[StoreObject]) -> None:
         now = self._clock()

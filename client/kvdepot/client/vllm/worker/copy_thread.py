@@ -143,7 +143,11 @@ class CopyThread:
 
     def submit(self, loads: Sequence[LoadOp], stores: Sequence[StoreOp], cancelled: Sequence[int] = ()) -> None:
         """Queue operations, and see that those in `cancelled` do not succeed. Called on the engine's thread."""
-        mark = self._copier.mark() if loads or stores else None
+        mark: object = None
+        try:
+            mark = self._copier.mark() if loads or stores else None
+        except Exception as error:  # noqa: BLE001 - I3: `_copy` raises it: what is lost here is never reported
+            mark = error
         with self._wake:
             ops: list[LoadOp | StoreOp] = [*loads, *stores]
             if self._suspended or self._stopping:
@@ -303,6 +307,8 @@ class CopyThread:
         kv, places = self._target(op)
         revoked = False
         try:
+            if isinstance(mark, Exception):
+                raise mark
             kv.after(mark)
             failed = frozenset(self._load(op) if isinstance(op, LoadOp) else self._store(op))
         except Revoked:

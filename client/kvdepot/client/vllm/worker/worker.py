@@ -70,6 +70,7 @@ class WorkerSide:
         self._cancelled: set[int] = set()  # loads that must not succeed, even if their copy is done
         self._meta = RankMeta()
         self._stats = KVDepotStats()
+        self._uncounted: list[CopyOutcome] = []  # reported, and not yet in the statistics
         self._loads_step = self._stores_step = 0  # of the last messages that were taken
         self._probe_id = 0
         self._reported: RankArena | None = None
@@ -165,13 +166,17 @@ class WorkerSide:
             self._running.submit((), meta.stores)
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the loads that are over, for vLLM. `take_meta` sends the same ones to the scheduler side."""
+        """Return the loads that are over, for vLLM. `take_meta` sends the same ones to the scheduler side.
+
+        Each outcome is taken once. So they are counted elsewhere: an error there would lose reports, and requests
+        would wait for ever.
+        """
         failed, self._unloadable = self._unloadable, set()
         finished = set(failed)
         rank = 1 << self._rank
         for outcome in self._take_done():
             op = outcome.op
-            self._count(outcome)
+            self._uncounted.append(outcome)
             if isinstance(op, StoreOp):
                 self._meta.stores[op.op_id] = (rank, outcome.failed)
                 continue
@@ -215,7 +220,10 @@ class WorkerSide:
             self._stats.add("checked_loads", "intact" if outcome.intact else "corrupt", 1)
 
     def add_stats(self, stats: KVDepotStats) -> None:
-        """Add what this rank has copied since the last call."""
+        """Add what this rank has copied since the last call. vLLM calls it in every step."""
+        outcomes, self._uncounted = self._uncounted, []
+        for outcome in outcomes:
+            self._count(outcome)
         self._stats.add("lost_devices", "", self._copies is not None and self._copies.take_lost())
         stats.aggregate(self._stats)
         self._stats.reset()
