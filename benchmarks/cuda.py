@@ -41,10 +41,13 @@ def parse(arguments_given: list[str] | None = None) -> argparse.Namespace:
     kit.add_argument("--out", type=Path, metavar="DIR", help="where report.json and report.md are written")
     kit.add_argument("--seconds", type=float, default=520.0, help="for all steps together")
     kit.add_argument("--steps", metavar="N,N", help="only these")
+    kit.add_argument("--cases", type=int, metavar="N", help="with --stand-in: so many of a step's cases, drawn")
     kit.add_argument("--seed", type=int, help="of what is drawn at random")
     options = parser.parse_args(arguments_given)
     if options.day_one and options.out is None:
         parser.error("--day-one needs --out DIR")
+    if options.cases is not None and not (options.stand_in and options.cases > 0):
+        parser.error("--cases needs --stand-in and at least 1: on a GPU no case is left out")
     return options
 
 
@@ -55,7 +58,9 @@ def main() -> int:
         return 2
     if options.day_one:
         steps = [int(number) for number in options.steps.split(",")] if options.steps else None
-        return run(options.out, options.seconds, stand_in=options.stand_in, steps=steps, seed=options.seed)
+        return run(
+            options.out, options.seconds, stand_in=options.stand_in, steps=steps, seed=options.seed, cases=options.cases
+        )
     return measure(options)
 
 

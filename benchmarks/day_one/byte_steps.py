@@ -44,7 +44,7 @@ def copy_layers(context: Context) -> None:
     """Step 1: layers of every shape, objects in every cut."""
     arena = make_arena(_LAYER_SETS_ARENA_BYTES)
     chance = random.Random(context.seed)
-    cases = list(product(note_ways(context), layer_sets(torch.device("cpu")), CUTS))
+    cases = context.drawn(list(product(note_ways(context), layer_sets(torch.device("cpu")), CUTS)))
     for done, (way, name, cut_bytes) in enumerate(cases):
         context.case(done, len(cases))
         layers = layer_sets(context.machine.device)[name]
@@ -62,7 +62,7 @@ def copy_golden(context: Context) -> None:
     """Step 2: vLLM's layouts, objects cut at random, both directions, whole storages compared."""
     arena = make_arena(_GOLDEN_ARENA_BYTES)
     chance = random.Random(context.seed)
-    ways, cases = note_ways(context), golden_cases()
+    ways, cases = note_ways(context), context.drawn(golden_cases())
     copied = 0
     for done, case in enumerate(cases):
         context.case(done, len(cases))
@@ -96,7 +96,7 @@ def soak(context: Context) -> None:
     chance = random.Random(context.seed)
     ways, cases = note_ways(context), golden_cases()
     copied = rounds = 0
-    most = _STAND_IN_ROUNDS if context.machine.stands_in else sys.maxsize
+    most = (context.cases or _STAND_IN_ROUNDS) if context.machine.stands_in else sys.maxsize
     while context.left() > 0 and rounds < most:
         rounds += 1
         copied += _copy_case(context.machine, chance.choice(cases), [chance.choice(ways)], arena, chance)

@@ -45,8 +45,9 @@ _EXIT_CODES = {Status.WRONG: 3, Status.FAILED: 1, Status.MISSED: 1}
 
 
 def run(
-    out: Path, seconds: float, *, stand_in: bool = False, steps: Sequence[int] | None = None, seed: int | None = None
-) -> int:
+    out: Path, seconds: float, *, stand_in: bool = False, steps: Sequence[int] | None = None, seed: int | None = None,
+    cases: int | None = None,
+) -> int:  # fmt: skip
     """Run the kit. Return the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     faulthandler.dump_traceback_later(seconds + _HANGS_AFTER_SECONDS, exit=True)
@@ -56,7 +57,7 @@ def run(
     results: list[Result] = []
     until = time.monotonic() + seconds
     for number, step in enumerate(chosen):
-        result = run_step(step, machine, out, seed, until, sum(each.share for each in chosen[number:]))
+        result = run_step(step, machine, out, seed, until, sum(each.share for each in chosen[number:]), cases)
         results.append(result)
         print("\n".join(lines_of(result)), flush=True)
         write(out, results, machine, seed)
@@ -68,10 +69,13 @@ def run(
     return exit_code(results)
 
 
-def run_step(step: Step, machine: Machine, out: Path, seed: int, until: float, shares: float) -> Result:
+def run_step(
+    step: Step, machine: Machine, out: Path, seed: int, until: float, shares: float, cases: int | None = None
+) -> Result:
     """Run one within its share of what is left."""
     began = time.monotonic()
-    context = Context(machine, out, seed, until=began + max(until - began, 0.0) * step.share / shares)
+    ends = began + max(until - began, 0.0) * step.share / shares
+    context = Context(machine, out, seed, until=ends, cases=cases)
     status, reason = Status.PASSED, ""
     try:
         step.run(context)

@@ -34,7 +34,7 @@ def ratios(context: Context) -> None:
     size_bytes = (16 << 20) if context.machine.stands_in else (512 << 20)
     ways: list[Way | None] = [None, *note_ways(context)]
     sizes = BLOCKS_KIB[:2] if context.machine.stands_in else BLOCKS_KIB
-    cases = list(product(sizes, LAYOUTS, ways))
+    cases = context.drawn(list(product(sizes, LAYOUTS, ways)))
     for done, (block_kib, layout, way) in enumerate(cases):
         context.case(done, len(cases))
         layers = layers_of(block_kib << 10, layout, size_bytes, context.machine.device)

@@ -5,14 +5,18 @@ A step passes, misses an aim, finds a wrong byte, fails, or is not run for a rea
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.day_one.machine import Machine
 from benchmarks.report import Report
+
+Case = TypeVar("Case")
 
 
 class Status(StrEnum):
@@ -41,11 +45,19 @@ class Context:
     out: Path
     seed: int
     until: float = 0.0  # time.monotonic()
+    cases: int | None = None  # of each step that draws them; None: all
     report: Report = field(default_factory=lambda: Report("step"))
 
     def left(self) -> float:
         """Seconds that this step may still take."""
         return self.until - time.monotonic()
+
+    def drawn(self, cases: Sequence[Case]) -> list[Case]:
+        """Return all cases of the step; in a rehearsal that is given a number, so many, by the seed."""
+        if self.cases is None or self.cases >= len(cases):
+            return list(cases)
+        self.note("cases drawn", f"{self.cases} of {len(cases)}")
+        return random.Random(self.seed).sample(cases, self.cases)
 
     def case(self, done: int, cases: int) -> None:
         """Before case `done` of so many: end the step if its time is over."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from kvdepot.client.copy.backend import Way
 
+from benchmarks import cuda
 from benchmarks.day_one import kit
 from benchmarks.day_one.golden import golden_cases
 from benchmarks.day_one.machine import Machine
@@ -108,6 +109,12 @@ def test_what_was_not_run_has_not_passed(tmp_path: Path, monkeypatch: pytest.Mon
     assert "there is no second one" in record["verdict"] and "there is no second one" in page
 
 
+def test_no_case_is_left_out_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cuda.parse(["--day-one", "--out", "there", "--cases", "2"])
+    assert "on a GPU no case is left out" in capsys.readouterr().err
+
+
 def without_vllm(directory: Path) -> Path:
     """Return a directory whose `vllm` cannot be imported, for the head of a process's list of paths."""
     (directory / "vllm").mkdir()
@@ -138,14 +145,20 @@ def test_all_tests_of_a_gpu_are_where_the_command_looks() -> None:
     assert marked - {Path(__file__).parent} == {ROOT / GPU_TESTS}
 
 
+DRAWN = 2
+
+
 @pytest.mark.requirement("I1")
-@pytest.mark.long(seconds=130)
+@pytest.mark.parametrize(
+    "cases", [DRAWN, pytest.param(None, marks=pytest.mark.long(seconds=130))], ids=["drawn", "all"]
+)
 @pytest.mark.timeout(400)
-def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_path: Path) -> None:
+def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_path: Path, cases: int | None) -> None:
     """`-S`: the environment's own list of paths, which names the sources, is not read."""
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     command = [sys.executable, "-S", "-m", "benchmarks.cuda", "--day-one", "--stand-in"]
     command += ["--out", str(tmp_path / "out"), "--seconds", str(patient(1000)), "--seed", str(RUN_SEED)]
+    command += [] if cases is None else ["--cases", str(cases)]
     environment = os.environ | {"PYTHONPATH": f"{without_vllm(tmp_path)}:{packages}"}
     ended = subprocess.run(
         command, cwd=ROOT, timeout=patient(380), capture_output=True, text=True, check=False, env=environment
@@ -154,5 +167,8 @@ def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_pa
     record = json.loads((tmp_path / "out/report.json").read_text())
     assert [step["number"] for step in record["steps"]] == list(range(11))
     assert {step["status"] for step in record["steps"]} == {"passed"}, record["verdict"]
-    assert record["steps"][2]["figures"]["cases"] == len(Way) * len(golden_cases())
+    layouts = len(golden_cases())
+    assert record["steps"][2]["figures"]["cases"] == len(Way) * (layouts if cases is None else cases)
+    notes = record["steps"][2]["figures"]["notes"]
+    assert notes.get("cases drawn") == (None if cases is None else f"{cases} of {layouts}")
     assert record["verdict"].startswith("a rehearsal without a GPU")
