@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from kvdepot.client.arena_map import ArenaMap
@@ -20,6 +19,7 @@ from benchmarks.report import median
 
 AIM = 1.02
 _OBJECTS, _BURST_OBJECTS = 16, 8
+_LAYERS = 16
 
 
 def step_time(context: Context) -> None:
@@ -31,7 +31,7 @@ def step_time(context: Context) -> None:
         rank.fill()
         machine.synchronize()
         _copy(rank, arena, range(_OBJECTS), load=False)
-        step = _decode_step(machine)
+        step = decode_step(machine, 128 if machine.stands_in else 4096, large=True)
         rounds, steps = (2, 3) if machine.stands_in else (6, 200)
         pairs = [(_steps(step, steps), _beside(rank, arena, lambda: _steps(step, steps))) for _ in range(rounds)]
         context.figure("step", median([alone for alone, _ in pairs]) * 1e3, "ms")
@@ -47,33 +47,28 @@ def step_time(context: Context) -> None:
         rank.close()
 
 
-def _decode_step(machine: Machine) -> Callable[[], None]:
-    """Return a step: small multiplications in a graph, a large one, and the wait for a token."""
-    size = 128 if machine.stands_in else 4096
-    weights = torch.ones(
-        (size, size), dtype=torch.float32 if machine.stands_in else torch.bfloat16, device=machine.device
-    )
-    token = torch.ones((16, size), dtype=weights.dtype, device=machine.device)
+def decode_step(machine: Machine, size: int, *, large: bool) -> Callable[[], None]:
+    """Return a step: a graph of small multiplications, a large one if asked for, and the wait for a token."""
+    dtype = torch.float32 if machine.stands_in else torch.bfloat16
+    weights = torch.full((size, size), 1 / size, dtype=dtype, device=machine.device)
+    token, product = torch.ones((16, size), dtype=dtype, device=machine.device), torch.empty_like(weights)
+    token_out = torch.empty_like(token)
     machine.synchronize()
 
-    def layers() -> Any:
+    def layers() -> None:
         found = token
-        for _ in range(16):
+        for _ in range(_LAYERS):
             found = found @ weights
-        return found
+        token_out.copy_(found)
 
-    replay = None
-    result = layers()  # what is loaded at a first use is no part of a graph
-    if not machine.stands_in:
-        machine.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = layers()
-        replay = graph.replay
+    replay = machine.graph(layers)
 
     def step() -> None:
-        (replay or layers)()
-        float((weights @ weights)[0, 0] + result[0, 0])  # waits for this stream, not for the copies
+        replay()
+        if large:
+            machine.on_engine(lambda: torch.matmul(weights, weights, out=product))
+        machine.wait()
+        float(token_out[0, 0])
 
     step()
     return step

@@ -14,6 +14,7 @@ import torch
 from kvdepot.client.copy.driver import load_driver
 
 from benchmarks import report
+from benchmarks.day_one.numa import numa
 from benchmarks.day_one.steps import Context
 
 _PACKAGES = ("torch", "triton", "numpy", "xxhash", "vllm", "grpcio", "pydantic", "numcodecs", "lz4")
@@ -32,6 +33,7 @@ def facts(context: Context) -> None:
         context.note(f"transparent huge pages, {name}", _read(f"/sys/kernel/mm/transparent_hugepage/{name}"))
     context.note("hugetlbfs pages free", _read("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"))
     context.note("numa nodes", _read("/sys/devices/system/node/online"))
+    numa(context)
     context.note("compute-sanitizer", shutil.which("compute-sanitizer") or _NONE)
     context.note("device", context.machine.name)
     if context.machine.stands_in:

@@ -19,7 +19,7 @@ from benchmarks.day_one.capture import capture
 from benchmarks.day_one.decode import step_time
 from benchmarks.day_one.facts import facts
 from benchmarks.day_one.machine import Machine, machine_of
-from benchmarks.day_one.order import order
+from benchmarks.day_one.memcheck import order_and_memory
 from benchmarks.day_one.pinning import pinning
 from benchmarks.day_one.processes import processes
 from benchmarks.day_one.ratios import ratios
@@ -27,17 +27,17 @@ from benchmarks.day_one.steps import Context, NotRunError, Result, Status, Step,
 from benchmarks.day_one.thread import copying_thread
 
 STEPS = (
-    Step(0, "facts", 5, facts),
+    Step(0, "facts", 10, facts),
     Step(1, "layers of every shape", 30, copy_layers),
     Step(2, "vLLM's layouts", 40, copy_golden),
-    Step(3, "order with the engine", 15, order),
+    Step(3, "order with the engine, and memory", 60, order_and_memory),
     Step(4, "the copying thread", 20, copying_thread),
     Step(5, "captures of graphs", 25, capture),
-    Step(6, "pinning", 80, pinning),
-    Step(7, "ratios", 180, ratios),
+    Step(6, "pinning", 70, pinning),
+    Step(7, "ratios", 150, ratios),
     Step(8, "step time of an engine", 30, step_time),
     Step(9, "two processes and a daemon", 60, processes),
-    Step(10, "soak", 35, soak),
+    Step(10, "soak", 25, soak),
 )
 _HANGS_AFTER_SECONDS = 120.0
 """After the budget: a device that hangs holds the process in the kernel, and every thread's stack says where."""

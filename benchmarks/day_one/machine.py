@@ -31,6 +31,15 @@ class Machine(Protocol):
     def on_engine(self, work: Callable[[], object]) -> None:
         """Queue tensor operations."""
 
+    def enter(self) -> None:
+        """Make the calling thread one that queues work as the engine does."""
+
+    def graph(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Return what queues all of `work` at once, again and again, as an engine replays a CUDA graph."""
+
+    def wait(self) -> None:
+        """Wait for what this thread has queued, not for copies."""
+
     def synchronize(self) -> None:
         """Wait for all that was queued."""
 
@@ -44,8 +53,7 @@ class Gpu:
 
     def __init__(self, number: int = 0) -> None:
         self.device = torch.device("cuda", number)
-        torch.cuda.set_device(self.device)
-        torch.cuda.set_stream(torch.cuda.Stream(self.device))  # vLLM's workers do not use the default stream either
+        self.enter()
         self.name = torch.cuda.get_device_name(self.device)
 
     def copies(self) -> Device:
@@ -56,6 +64,22 @@ class Gpu:
 
     def on_engine(self, work: Callable[[], object]) -> None:
         work()
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(torch.cuda.Stream(self.device))  # vLLM's workers do not use the default stream either
+
+    def graph(self, work: Callable[[], object]) -> Callable[[], object]:
+        work()  # what is loaded at a first use is no part of a graph
+        self.wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        replay: Callable[[], object] = graph.replay
+        return replay
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -1,4 +1,4 @@
-"""Step 3: copies see what the engine has queued before them, and do not disturb what it still reads."""
+"""Copies see what the engine has queued before them, and do not disturb what it still reads. A part of step 3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from benchmarks.copy_ratio import make_arena
 from benchmarks.day_one.byte_steps import note_ways
 from benchmarks.day_one.copies import block_bytes_of, copier_on, extents_of
 from benchmarks.day_one.machine import Machine
-from benchmarks.day_one.memcheck import memcheck
 from benchmarks.day_one.steps import Context, WrongByteError
 
 BLOCKS, BLOCK_BYTES = 16, 65536
@@ -23,7 +22,7 @@ _ROUNDS = 3
 def order(context: Context) -> None:
     """Run both directions by each way."""
     machine, arena = context.machine, make_arena(16 << 20)
-    ways = note_ways(context)
+    ways = context.drawn(note_ways(context))
     for done, way in enumerate(ways):
         context.case(done, len(ways))
         layer = torch.zeros((BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=machine.device)
@@ -33,7 +32,6 @@ def order(context: Context) -> None:
                 see_late_writes(machine, copier, arena, layer, value, way)
                 spare_late_reads(machine, copier, arena, layer, value + 100, way)
     context.figure("cases", 2 * len(ways) * _ROUNDS, "")
-    memcheck(context)
 
 
 def _copy(copier: DeviceCopier, arena: ArenaMap, direction: Direction, blocks: list[int]) -> None:

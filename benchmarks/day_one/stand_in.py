@@ -113,8 +113,16 @@ class StandIn:
     def on_engine(self, work: Callable[[], object]) -> None:
         self._engine.put(work)
 
-    def synchronize(self) -> None:
+    def enter(self) -> None: ...
+
+    def graph(self, work: Callable[[], object]) -> Callable[[], object]:
+        return lambda: self._engine.put(work)
+
+    def wait(self) -> None:
         self._engine.mark().wait()
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def close(self) -> None:
         self._engine.end()

@@ -18,6 +18,7 @@ from benchmarks import cuda
 from benchmarks.day_one import kit
 from benchmarks.day_one.golden import golden_cases
 from benchmarks.day_one.machine import Machine
+from benchmarks.day_one.memcheck import PARTS
 from benchmarks.day_one.stand_in import StandIn
 from benchmarks.day_one.steps import Context, NotRunError, Step, WrongByteError
 from tests.rigs.patience import patient
@@ -171,4 +172,7 @@ def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_pa
     assert record["steps"][2]["figures"]["cases"] == len(Way) * (layouts if cases is None else cases)
     notes = record["steps"][2]["figures"]["notes"]
     assert notes.get("cases drawn") == (None if cases is None else f"{cases} of {layouts}")
+    checked = record["steps"][3]["figures"]["notes"]["without compute-sanitizer"]
+    assert all(part in checked for part in PARTS)
+    assert "4 KiB, 32 MiB: replay p99" in record["steps"][6]["figures"]
     assert record["verdict"].startswith("a rehearsal without a GPU")
