@@ -6,6 +6,7 @@ fresh, the arena is full, so that puts evict (between rounds the daemon frees 5 
 every byte that was got is compared. The baseline
 is memcpy of 4 MiB between the same tensors and a tmpfs mapping made like the arena's, 1 GiB of it
 before and after each round, on the same thread, when the checksum worker has read what was put.
+The largest batch is what one call may reserve.
 A round of puts is 4 GiB: of 1 GiB in batches of 64, four of them, an eighth to a twelfth would be
 its first reservation and its last commit, beside which nothing is copied.
 """
@@ -49,6 +50,7 @@ from kvdepot.core.calls import (
     ReserveReply,
 )
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
 
 from benchmarks.depot import SHM, Status, daemon, engine
@@ -59,6 +61,8 @@ OBJECT_BYTES = LAYERS * BLOCKS_IN_OBJECT * BLOCK_BYTES
 SOURCE_BYTES, TARGET_BYTES = 1 << 30, 1 << 30
 WORKING_SET_BYTES = 9 << 28  # 2.25 GiB: what gets choose from, half of the arena: eviction passes over what is read
 PUT_BYTES, GET_BYTES = 4 << 30, 1 << 30  # of a round
+BATCHES = (8, RESERVED_PER_CALL_MAX, 1)
+FILL_OBJECTS = 6 * RESERVED_PER_CALL_MAX
 CALL_SECONDS = 10.0
 IN_FLIGHT_BYTES_MAX = 768 << 20  # of reservations, below the default credit
 
@@ -300,7 +304,7 @@ class Plain:
 
 def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report, status: Status, *, aims: bool) -> None:
     part = 1 if batch > 1 else 4
-    put, got = (size // OBJECT_BYTES // part for size in (PUT_BYTES, GET_BYTES))
+    put, got = (size // OBJECT_BYTES // part // batch * batch for size in (PUT_BYTES, GET_BYTES))
     while sum(len(chain.keys) for chain in depot.chains) * OBJECT_BYTES < WORKING_SET_BYTES - batch * OBJECT_BYTES:
         depot.put(batch, got)
     ratios: dict[str, list[float]] = {"put": [], "get": []}
@@ -321,7 +325,7 @@ def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report,
             speeds[name].append(objects * OBJECT_BYTES / 1e9 / seconds)
             speeds[plain_name].append(got * OBJECT_BYTES / 1e9 / ((before + after) / 2))
             ratios[name].append(speeds[name][-1] / speeds[plain_name][-1])
-    aim = {8: 0.90, 64: 0.95}.get(batch) if aims else None
+    aim = {8: 0.90, RESERVED_PER_CALL_MAX: 0.95}.get(batch) if aims else None
     for name in ("put", "get"):
         if batch > 1:
             report.figure(f"{name}_ratio_{batch}", median(ratios[name]), "", at_least=aim)
@@ -356,7 +360,7 @@ def main() -> None:
     parser.add_argument("--ram", default="4608MiB", help="capacity of the daemon that is started (default %(default)s)")
     parser.add_argument("--memory", type=Path, default=SHM, help="where its arena lies (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 1])
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--transport", type=Transport, choices=(Transport.SHM, Transport.STREAM), default=Transport.SHM)
     parser.add_argument(
@@ -388,8 +392,8 @@ def run(options: argparse.Namespace, config: Path, seed: int, report: Report) ->
             plain = Plain(depot, WORKING_SET_BYTES, str(started.arena_directory))
             filled = 0
             while filled < arena.size_bytes:  # from here on every put evicts
-                depot.put(64, 256)
-                filled += 256 * OBJECT_BYTES
+                depot.put(RESERVED_PER_CALL_MAX, FILL_OBJECTS)
+                filled += FILL_OBJECTS * OBJECT_BYTES
             for batch in options.batches:
                 depot.chains.clear()
                 if len(options.verify_loads) > 1:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 
 from tests.rigs.network import why_no_network
 from tests.rigs.patience import patient
@@ -57,3 +58,13 @@ def test_summaries_of_peers_are_measured(tmp_path: Path) -> None:
     figures = json.loads(there.read_text())
     assert figures["summary_bytes"] == pytest.approx(25_000, rel=0.01)
     assert 0 < figures["hold_ms_p50"] <= figures["hold_ms"] and figures["first_move_s"] > 0
+
+
+@pytest.mark.long(seconds=60)
+@pytest.mark.timeout(600)
+def test_the_ram_tier_is_measured_with_the_largest_batch_that_a_call_may_reserve(tmp_path: Path) -> None:
+    there = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.ram", "--rounds", "1", "--batches", str(RESERVED_PER_CALL_MAX)]
+    subprocess.run([*command, "--json", str(there)], check=True, cwd=ROOT, timeout=patient(500), capture_output=True)
+    figures = json.loads(there.read_text())
+    assert figures[f"put_ratio_{RESERVED_PER_CALL_MAX}"] > 0 and figures[f"get_ratio_{RESERVED_PER_CALL_MAX}"] > 0
