@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 
+from benchmarks import copy_overhead
 from tests.rigs.network import why_no_network
 from tests.rigs.patience import patient
 
@@ -68,3 +71,19 @@ def test_the_ram_tier_is_measured_with_the_largest_batch_that_a_call_may_reserve
     subprocess.run([*command, "--json", str(there)], check=True, cwd=ROOT, timeout=patient(500), capture_output=True)
     figures = json.loads(there.read_text())
     assert figures[f"put_ratio_{RESERVED_PER_CALL_MAX}"] > 0 and figures[f"get_ratio_{RESERVED_PER_CALL_MAX}"] > 0
+
+
+@pytest.mark.requirement("G2")
+@pytest.mark.parametrize(("took_ms", "status"), [(0.1, 0), (0.2, 1)])
+def test_copies_that_cost_the_thread_more_than_the_aim_fail_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], took_ms: float, status: int
+) -> None:
+    def cost(work: Callable[[], object]) -> float:
+        work()
+        return took_ms
+
+    monkeypatch.setattr(copy_overhead, "cpu_ms", cost)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["copy_overhead", "--rounds", "1"])
+    assert copy_overhead.main() == status
+    assert capsys.readouterr().out.count("MISSED") == 2 * status

@@ -15,97 +15,8 @@ from kvdepot.client.copy.cuda import CudaDevice
 from kvdepot.client.copy.driver import ANY_ORDER, HIP, STREAM_ORDER, Driver
 from kvdepot.client.copy.runs import Runs
 
+from tests.fakes.cuda_model import Cuda
 from tests.fakes.driver_library import DriverLibrary
-
-
-class Cuda:
-    """Since CUDA 12 setting a device makes its context; a thread that has set none is on device 0.
-
-    At the end of `with stream:` torch puts the former device back, which is device 0 on such a thread. Work goes on the
-    thread's current stream, which is the device's own outside of such a block.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.contexts = {1}  # the engine's thread of rank 1 has made its own
-        self.streams: list[Stream] = []
-        self.used: list[tuple[str, Stream | None]] = []  # what was given to a device, and on which stream
-        self._thread = threading.local()
-        for name in ("set_device_index", "current_stream"):
-            monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "ExternalStream", self.external_stream)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch, "Event", lambda _: Event())
-        monkeypatch.setattr(torch, "empty", self.empty)
-        monkeypatch.setattr(CudaDevice, "numbers", self.numbers)
-
-    @property
-    def device(self) -> int:
-        return getattr(self._thread, "device", 0)
-
-    @property
-    def stream(self) -> Stream | None:
-        """Of the calling thread. None: the device's own, which is the engine's too."""
-        return getattr(self._thread, "stream", None)
-
-    @stream.setter
-    def stream(self, stream: Stream | None) -> None:
-        self._thread.stream = stream
-
-    def use(self, what: str) -> None:
-        self.used.append((what, self.stream))
-
-    def empty(self, size_bytes: int, **_: Any) -> torch.Tensor:
-        self.use("memory")
-        return torch.zeros(size_bytes, dtype=torch.uint8)
-
-    def numbers(self, values: Any) -> torch.Tensor:
-        self.use("numbers")
-        return torch.from_numpy(values)
-
-    def set_device_index(self, device: torch.device | int) -> None:
-        self._thread.device = device.index if isinstance(device, torch.device) else device
-        self.contexts.add(self._thread.device)
-
-    def external_stream(self, handle: int, device: torch.device) -> Stream:
-        self.streams.append(Stream(self, handle, device))
-        return self.streams[-1]
-
-    def current_stream(self, device: torch.device) -> str:
-        return f"the engine's stream of {device}"
-
-
-class Stream:
-    """A context in which torch's operations go to it."""
-
-    def __init__(self, cuda: Cuda, handle: int, device: torch.device) -> None:
-        self.cuda_stream = handle
-        self.waited: list[Any] = []
-        self.wait_event = self.waited.append
-        self._cuda, self._device = cuda, device
-
-    def __enter__(self) -> None:
-        self._former, self._former_stream = self._cuda.device, self._cuda.stream
-        self._cuda.stream = self
-        if self._former != self._device.index:
-            self._cuda.set_device_index(self._device)
-
-    def __exit__(self, *_: object) -> None:
-        self._cuda.stream = self._former_stream
-        if self._former != self._device.index:
-            self._cuda.set_device_index(self._former)
-
-
-class Event:
-    """torch.Event cannot be told to block."""
-
-    def __init__(self, blocking: bool = False) -> None:
-        self.blocking = blocking
-
-    def record(self, stream: Any) -> None:
-        self.stream = stream
-
-    def synchronize(self) -> None:
-        assert self.blocking, "a wait that spins takes a core of the engine's"
 
 
 def on_a_thread(work: Any) -> None:
@@ -184,7 +95,7 @@ def test_all_that_a_direction_is_given_goes_on_its_stream(
     device.memory(direction, 64)
     device.shuffle(direction, runs)
     stream = model.streams[[*Direction].index(direction)]
-    assert model.used == [(what, stream) for what in ("work", "memory", "numbers", "kernel")]
+    assert model.used == [(what, stream) for what in ("work", "memory", "numbers to cuda:1", "kernel")]
     assert device.mark(direction).stream is stream
     device.transfer(direction, runs, pinned=True)
     device.transfer(direction, runs, pinned=False)

@@ -28,7 +28,6 @@ from kvdepot.client.vllm.worker import rank
 from kvdepot.client.vllm.worker.copy_thread import CopyThread
 from kvdepot.client.vllm.worker.layers import RankLayers
 from kvdepot.client.vllm.worker.worker import WorkerSide
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.day_one.copies import block_bytes_of, filled
 from tests.fakes.late_device import EngineWork, LateDevice
@@ -226,36 +225,6 @@ def test_a_load_waits_for_no_store(arena: ArenaMap) -> None:
     assert stored(arena, 1, at=8192) != block_bytes_of(layer, 1)
     copier.wait(Direction.STORE)
     assert stored(arena, 1, at=8192) == block_bytes_of(layer, 1)
-
-
-class Dispatches(TorchDispatchMode):
-    """Counts torch's operations: each one gives the GIL away and has to get it back."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.requirement("D6")
-@pytest.mark.parametrize("way", [Way.BATCH, Way.GATHER])
-@pytest.mark.parametrize("direction", Direction)
-def test_a_batch_of_thousands_of_blocks_is_a_handful_of_torch_operations(
-    arena: ArenaMap, way: Way, direction: Direction
-) -> None:
-    layers = [filled((300, 64), torch.uint8, seed) for seed in range(16)]
-    copier = usable(layers, LateDevice(), arena, way)
-    count = 16 * 256
-    numbers = np.arange(count, dtype=np.int64)
-    lengths = np.full(count, 64, dtype=np.int64)
-    blocks = np.random.default_rng(0).permutation(256)[numbers % 256].astype(np.int64)
-    offsets = numbers * 64
-    batch = CopyBatch(numbers // 256, blocks, np.zeros(count, dtype=np.int64), offsets, lengths)
-    copier.copy(arena, batch, direction)  # takes scratch memory
-    with Dispatches() as dispatches:
-        copier.copy(arena, batch, direction)
-    assert dispatches.count <= 8
 
 
 @pytest.mark.requirement("I1")
