@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from benchmarks.day_one.copies import block_bytes_of
 from tests.fakes.late_device import LateDevice
 from tests.rigs.memory_arena import granted
 
+Clock = Callable[[], float]
 BLOCK_BYTES = 4096
 BLOCKS = 64
 GENERATION = 4
@@ -28,10 +30,16 @@ LOAD_SECONDS = 3600.0
 
 
 def usable(
-    device: LateDevice, arena: ArenaMap, layer: torch.Tensor, way: Way | None = None, *, in_background: bool = False
+    device: LateDevice,
+    arena: ArenaMap,
+    layer: torch.Tensor,
+    way: Way | None = None,
+    *,
+    in_background: bool = False,
+    clock: Clock = lambda: 0.0,
 ) -> DeviceCopier:
     """Return a copier of an arena that has its pages. It pins the first piece `in_background` here."""
-    copier = DeviceCopier([layer], device, way=way, pin_in_background=in_background, clock=lambda: 0.0)
+    copier = DeviceCopier([layer], device, way=way, pin_in_background=in_background, clock=clock)
     arena.populated(arena.size_bytes)
     copier.enter()
     copier.prepare(arena)
@@ -65,7 +73,7 @@ class Places:
 
 
 class Rank:
-    """A copying thread. The test itself runs it by `do`, or starts it."""
+    """A copying thread. The test itself runs it by `do`, or starts it. `clock` is that of its pinning."""
 
     def __init__(
         self,
@@ -75,11 +83,12 @@ class Rank:
         way: Way | None = None,
         *,
         in_background: bool = False,
+        clock: Clock = lambda: 0.0,
         read_back: int = 0,
     ) -> None:
         self.device = device
         self.attachment: Any = SimpleNamespace(arena=arena)
-        self.copier = usable(device, arena, layer, way, in_background=in_background)
+        self.copier = usable(device, arena, layer, way, in_background=in_background, clock=clock)
         self.failures = Failures(logging.getLogger("test.faults"))
         self.now = 0.0
         self.thread = CopyThread(

@@ -453,14 +453,28 @@ def test_a_start_that_begins_to_wait_while_preparing_fails_does_not_wait_for_eve
     running.join(patient(20))
 
 
-def test_gpus_need_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, {"way": None, "pin_in_background": True}),
+        ({"cuda_copies": "auto", "pin": "background"}, {"way": None, "pin_in_background": True}),
+        ({"cuda_copies": "batch", "pin": "start"}, {"way": Way.BATCH, "pin_in_background": True}),
+        ({"cuda_copies": "gather", "pin": "off"}, {"way": Way.GATHER, "pin_in_background": False}),
+        ({"cuda_copies": "torch"}, {"way": Way.TORCH, "pin_in_background": True}),
+    ],
+    ids=lambda value: ", ".join(map(str, value.values())) or "none",
+)
+def test_gpus_need_no_setting_and_have_what_is_set(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], wanted: dict[str, Any]
+) -> None:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(rank, "DeviceCopier", lambda *arguments, **options: made.append((*arguments, options)))
     views: Any = [SimpleNamespace(device=torch.device("cuda", 1))]
-    rank._copier(views, parse_settings({"endpoint": "unix:///run/kvdepot/kvdepot.sock"}), logging.getLogger())
+    parsed = parse_settings({"endpoint": "unix:///run/kvdepot/kvdepot.sock", **settings})
+    rank._copier(views, parsed, logging.getLogger())
     ((copied, device, _, options),) = made
     assert copied is views and isinstance(device, CudaDevice)
-    assert options == {"way": None, "pin_in_background": True}
+    assert options == wanted
 
 
 @pytest.mark.requirement("I3")

@@ -47,6 +47,17 @@ def test_a_batch_is_one_call_for_as_many_runs_as_a_driver_takes(monkeypatch: pyt
     assert bytes(memory.target) == memory.expected
 
 
+@pytest.mark.parametrize(
+    ("runs", "calls"), [(8191, [8191]), (8192, [8192]), (8193, [8192, 1])], ids=["below", "as many", "one more"]
+)
+def test_a_driver_takes_8192_runs_a_call(runs: int, calls: list[int]) -> None:
+    """One has crashed with 51,828, and others fault above this."""
+    library, memory = DriverLibrary(), Memory(runs)
+    Driver(library).copy_batch(memory.runs, 0x77, ANY_ORDER)
+    assert library.calls == [("batch", (count, ANY_ORDER, 0x77)) for count in calls]
+    assert bytes(memory.target) == memory.expected
+
+
 @pytest.mark.parametrize(("to_host", "name"), [(True, "to_host"), (False, "to_device")])
 def test_single_copies_say_which_side_is_the_host(to_host: bool, name: str) -> None:
     library, memory = DriverLibrary(), Memory(5)
@@ -78,6 +89,7 @@ def test_what_the_driver_refuses_to_pin_is_said_and_is_no_error() -> None:
     library, host = DriverLibrary(), memoryview(mmap.mmap(-1, 8192))
     made = Driver(library)
     assert made.register(host) and library.registered == {address_of(host): 8192}
+    assert library.calls == [("register", 0)], "pinned for the context of this thread alone"
     made.unregister(host)
     assert not library.registered
     library.fails["register"] = 2

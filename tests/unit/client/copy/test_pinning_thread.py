@@ -55,6 +55,36 @@ def test_a_copy_that_comes_while_the_arena_is_pinned_begins_after_one_piece(
     rank.thread.close()
 
 
+class TimedDevice(LateDevice):
+    """To pin a piece takes time, by a clock of its own."""
+
+    now = busy = 0.0
+
+    def pin(self, host: memoryview) -> bool:
+        self.now += 0.003
+        self.busy += 0.003
+        return super().pin(host)
+
+
+@pytest.mark.requirement("G2")
+def test_a_thread_that_always_has_a_store_to_do_pins_the_rest_of_the_arena_at_its_leisure(
+    arena: ArenaMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (device_module, indexed, pinning):
+        monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
+    device, layer = TimedDevice(), filled((BLOCKS, BLOCK_BYTES), torch.uint8)
+    rank = Rank(device, arena, layer, in_background=True, clock=lambda: device.now)
+    pieces = arena.size_bytes // PIECE
+    rank.submit(StoreOp, 8, 0)
+    for _ in range(4 * pieces):
+        rank.submit(StoreOp, 8, 0)  # so the next one is there when this one is done
+        rank.run_next()
+        device.now += 0.010
+        assert device.busy <= 0.1 * device.now + 0.003
+    assert device.pinned == [PIECE] * pieces
+    assert len(rank.thread.take_done()) == 4 * pieces
+
+
 @pytest.mark.requirement("I2")
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "not closed"])
 def test_a_process_that_has_pinned_much_ends_at_once(closed: bool) -> None:

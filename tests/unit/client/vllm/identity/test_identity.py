@@ -20,6 +20,7 @@ from kvdepot.client.vllm.identity.identity import EXCLUDED
 from kvdepot.client.vllm.identity.speculation import speculation
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import NamespaceError
+from kvdepot.core.keys import NamespaceSpec
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
@@ -35,13 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
-def namespace(
+def namespace(*what: Any, **other: Any) -> bytes:
+    return spec_of(*what, **other).namespace_id()
+
+
+def spec_of(
     config: Any, facts: tuple[RankFacts, ...] = FACTS, settings: Settings = SETTINGS, weights: str = "files 1"
-) -> bytes:
+) -> NamespaceSpec:
     layout = cache_layout(hybrid=False, blocks=8, retention=None)
     groups = identity.group_specs(layout, (0,), facts, config.parallel_config)
     planner = identity.engine_planner(config, layout, groups, settings)
-    return identity.namespace_spec(config, layout, planner, facts, settings, {"weights": weights}).namespace_id()
+    return identity.namespace_spec(config, layout, planner, facts, settings, {"weights": weights})
 
 
 @pytest.mark.requirement("P3")
@@ -189,6 +194,15 @@ def test_what_the_ranks_and_the_operator_say_counts(folder: Path) -> None:
     found += [namespace(config, weights="files 2"), namespace(config, settings=replace(SETTINGS, tenant="b"))]
     found += [namespace(config, settings=replace(SETTINGS, chunk_tokens=32))]
     assert len({before, *found}) == len(found) + 1
+
+
+@pytest.mark.requirement("P2")
+def test_it_says_that_the_bytes_of_a_block_are_in_memory_order(folder: Path) -> None:
+    """Before that they were in the order of the dimensions. Neither reads the other's."""
+    spec = spec_of(engine_config(folder))
+    assert spec.identity["block_bytes"] == "in memory order"
+    before = {name: value for name, value in spec.identity.items() if name != "block_bytes"}
+    assert replace(spec, identity=before).namespace_id() != spec.namespace_id()
 
 
 QUANTIZED: dict[str, dict[str, Any]] = {
