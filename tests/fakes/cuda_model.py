@@ -19,6 +19,7 @@ class Cuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.contexts = {1}  # the engine's thread of rank 1 has made its own
         self.streams: list[Stream] = []
+        self.entered = 0  # streams
         self.used: list[tuple[str, Stream | None]] = []  # what was given to a device, and on which stream
         self._thread = threading.local()
         for name in ("set_device_index", "current_stream"):
@@ -86,6 +87,7 @@ class Stream:
     def __enter__(self) -> None:
         self._former, self._former_stream = self._cuda.device, self._cuda.stream
         self._cuda.stream = self
+        self._cuda.entered += 1
         if self._former != self._device.index:
             self._cuda.set_device_index(self._device)
 

@@ -30,6 +30,9 @@ class CudaDevice(Device):
     That thread sets its device once. Without that, a rank's copies on another device than the first would make a
     context there, of half a GiB. It also captures in the relaxed mode: in the default one, pinning, waiting and
     allocating here would break a graph that the engine captures meanwhile.
+
+    torch and Triton take the stream from the thread, and no argument says another one. So `run` and `shuffle` enter the
+    direction's stream, once a batch. A batch call, and a copy of the driver, name it instead.
     """
 
     def __init__(self, device: torch.device, driver: Driver | None = None) -> None:

@@ -52,7 +52,7 @@ class Gpu:
         self.arena, self.library, self.kernel = arena, DriverLibrary(), Kernel()
         with Dispatches():
             torch.zeros(1)  # torch imports what this needs now, and not with the model's events
-        Cuda(monkeypatch)
+        self.cuda = Cuda(monkeypatch)
         monkeypatch.setattr(gather, "_move", self.kernel)
         layers = [filled((300, BLOCK_BYTES), torch.uint8, seed) for seed in range(LAYERS)]
         layers[1] = filled((300, 2, BLOCK_BYTES), torch.uint8)[:, :, : BLOCK_BYTES // 2]  # two runs a block
@@ -151,9 +151,9 @@ def test_a_batch_of_thousands_of_blocks_is_one_call_and_a_handful_of_torch_opera
     monkeypatch: pytest.MonkeyPatch, arena: ArenaMap, way: Way, direction: Direction
 ) -> None:
     gpu = Gpu(monkeypatch, arena, way)
-    work = gpu.copies(BLOCKS_MAX, direction)
+    work, entered = gpu.copies(BLOCKS_MAX, direction), gpu.cuda.entered
     with Dispatches() as dispatches:
         work()
     assert dispatches.count <= 8
     assert [name for name, _ in gpu.library.calls] == ["batch"]
-    assert gpu.kernel.launches == (way is Way.GATHER)
+    assert gpu.kernel.launches == gpu.cuda.entered - entered == (way is Way.GATHER)
