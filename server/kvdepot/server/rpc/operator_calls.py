@@ -50,23 +50,33 @@ class Call:
         """Return the call's value. Raise PermissionDenied, or what a malformed message raises."""
         if self._caller is None:
             raise PermissionDenied("the connection did not come over the admin socket", advice="connect to that one")
-        who = self.who
         if self._role is None:
-            raise PermissionDenied(f"{who} is no operator", advice=_advice(self._caller))
-        admin = self._role >= Role.ADMIN
-        reason = f"{who} may only read, and {self._method.name} needs an admin"
-        denied = PermissionDenied(reason, advice=_advice(self._caller))
+            raise self._denied()
         try:
             call = self._method.call.parse(request)
         except Exception:
-            if admin or self._method.name in _READS:
+            if self._role >= Role.ADMIN or self._method.name in _READS:
                 raise
-            raise denied from None
+            raise self._denied() from None
         self._arguments = shown(call)
         self._only_reads = _reads(self._method, call)
-        if not (admin or self._only_reads):
-            raise denied
+        self.check(self._role)
         return call
+
+    def check(self, role: Role | None) -> None:
+        """Raise PermissionDenied if the caller, who has that role now, may not make this call."""
+        self._role = role
+        if role is None or not (role >= Role.ADMIN or self._only_reads):
+            raise self._denied()
+
+    def _denied(self) -> PermissionDenied:
+        assert self._caller is not None
+        may = "is no operator" if self._role is None else f"may only read, and {self._method.name} needs an admin"
+        return PermissionDenied(f"{self.who} {may}", advice=_advice(self._caller))
+
+    @property
+    def caller(self) -> Caller | None:
+        return self._caller
 
     @property
     def who(self) -> str:
@@ -135,6 +145,10 @@ class OperatorCalls:
     async def started(self, call: Call) -> None:
         """Write that a call with many replies is allowed, and begins."""
         await self._audit.write(call.line("started"))
+
+    def check(self, call: Call) -> None:
+        """Raise PermissionDenied if a reload has taken the right to this call away. Before each of many replies."""
+        call.check(_role(self.operators, call.caller))
 
 
 def _role(operators: Operators, caller: Caller | None) -> Role | None:

@@ -58,6 +58,7 @@ def operators_service(
                     await calls.started(call)
                     async with aclosing(handler(value)) as replies:
                         async for reply in replies:
+                            calls.check(call)
                             await context.write(_encoded(method, reply))
             except Exception as error:  # noqa: BLE001 - as above
                 await refuse(context, domain_error(error, log))
