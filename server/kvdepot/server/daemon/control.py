@@ -96,6 +96,7 @@ class Control:
         self._reloading = asyncio.Lock()
         self._changing = set[asyncio.Task[Any]]()
         self._epochs = depot.invalidation.epochs  # that are kept, or about to be
+        depot.invalidation.inherited = self._inherited
         self._verifications = 0
         self._prefetches = 0
 
@@ -145,6 +146,10 @@ class Control:
             self._switch(SwitchCall(Switch.LOADS, on=False, namespace_id=namespace_id))
         except LimitExceeded:  # as many are off by name as can be
             self._switch(SwitchCall(Switch.LOADS, on=False))
+        self._begin(self._kept())
+
+    def _inherited(self, namespace_id: bytes) -> None:
+        self._log.warning("switches stay off for namespace %s, which follows an invalidated one", namespace_id.hex())
         self._begin(self._kept())
 
     def _switch(self, call: SwitchCall) -> int:
@@ -204,7 +209,7 @@ class Control:
         changed = epochs != self._epochs
         self._epochs = epochs
         not_persisted = await self._kept()
-        done = self._depot.invalidation.begin(self._epochs)  # with what another call has added meanwhile
+        done = self._depot.invalidation.begin(epochs)  # without what another call has added and not kept yet
         not_persisted = await self._kept() or not_persisted  # switches have gone over to the heirs
         whom = (
             f"namespace {call.namespace_id.hex()}"

@@ -134,6 +134,7 @@ class Depot(Assembly):
         namespace_id = checked_id(spec)
         self.invalidation.check(spec)
         check_elements(elements, spec.object_bytes)
+        self.invalidation.inherit(spec)
         if namespace_id not in engine.namespaces:
             namespace = self._tree.namespaces.by_id.get(namespace_id) or self._new_namespace(namespace_id, spec, owner)
             if namespace.spec is None:

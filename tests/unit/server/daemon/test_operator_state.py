@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from kvdepot.core.control import BumpCall, QuotaEntry, QuotaSubject, Switch, Swi
 from kvdepot.core.epochs import Epochs
 from kvdepot.core.errors import ConfigError, LimitExceeded, StaleEpoch
 from kvdepot.core.keys import bumped_id
+from kvdepot.core.misses import MissReason
 from kvdepot.core.report import SwitchesStatus
 from kvdepot.server.config.set_quotas import SET_MAX
 from kvdepot.server.daemon.state_file import KeptPin, OperatorState, StateFile
+from kvdepot.server.depot.operators.invalidation import Invalidated
 
 from tests.fakes.operator_control import control_over
 from tests.rigs.engine_rig import DENSE, Rig, path
@@ -146,6 +149,56 @@ def test_bumps_and_switches_side_by_side_are_all_kept(tmp_path: Path) -> None:
     assert (kept.epochs, rig.depot.invalidation.epochs) == (Epochs(2), Epochs(2))
     assert kept.switches.loads_off_namespaces == (bumped_id(void, 2),)
     assert kept.switches.stores_off
+
+
+@pytest.mark.requirement("I1e")
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("bumps", [0, 1, 5_000])
+def test_loads_stay_off_for_what_comes_after_a_namespace_that_nobody_has_registered(
+    tmp_path: Path, everywhere: bool, bumps: int
+) -> None:
+    rig, file = Rig(), StateFile(tmp_path / "state")
+    spec, control = replace(DENSE, bumps=bumps), control_over(rig, file)
+
+    async def switch_off() -> None:
+        if bumps:
+            await control.bump(BumpCall(to=bumps))
+        rig.attach(spec=spec)
+        await control.switch(SwitchCall(Switch.LOADS, on=False, namespace_id=spec.namespace_id()))
+
+    async def bump() -> None:
+        control = control_over(rig, file)
+        control.restore()
+        await control.bump(BumpCall(b"" if everywhere else spec.namespace_id()))
+        heir = replace(DENSE, bumps=bumps + 1)
+        client = rig.attach(spec=heir)
+        client.store(path("p", 1))
+        assert client.locate(path("p", 1)).miss == MissReason.LOADS_OFF
+        await control.close(60.0)
+        assert file.read().switches.loads_off_namespaces == (heir.namespace_id(),)
+
+    asyncio.run(switch_off())
+    rig.crash()
+    asyncio.run(bump())
+
+
+@pytest.mark.requirement("I8")
+def test_of_bumps_side_by_side_each_is_kept_before_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, file = Rig(), StateFile(tmp_path / "state")
+    control, begin = control_over(rig, file), rig.depot.invalidation.begin
+    done_and_kept: list[tuple[int, int]] = []
+
+    def noting(epochs: Epochs) -> Invalidated:
+        done_and_kept.append((epochs.bump, file.read().epochs.bump))
+        return begin(epochs)
+
+    monkeypatch.setattr(rig.depot.invalidation, "begin", noting)
+
+    async def run() -> None:
+        await asyncio.gather(*(control.bump(BumpCall()) for _ in range(3)))
+
+    asyncio.run(run())
+    assert done_and_kept == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_a_bump_that_cannot_be_kept_takes_effect_and_says_so(tmp_path: Path) -> None:

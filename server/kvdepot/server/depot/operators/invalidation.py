@@ -7,7 +7,10 @@ ends what was asked for before, and frees the room.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
+from typing import Final
 
 import numpy as np
 from kvdepot.core.epochs import Epochs
@@ -27,6 +30,9 @@ from kvdepot.server.depot.tree.rows import COMMITTED
 from kvdepot.server.depot.tree.switches import Switches
 from kvdepot.server.depot.tree.tree import Tree
 
+_COUNTERS_TRIED_MAX: Final = 2048
+"""From 0 on, and below the present one: 3 ms. Only a bump to a number far above leaves more between."""
+
 
 @dataclass(frozen=True, slots=True)
 class Invalidated:
@@ -38,7 +44,10 @@ class Invalidated:
 
 
 class Invalidation:
-    """The invalidation of namespaces. `epochs` are the epochs that engines have to use."""
+    """The invalidation of namespaces. `epochs` are the epochs that engines have to use.
+
+    `inherited` is told of each namespace to which switches have gone over when an engine registered it.
+    """
 
     def __init__(
         self,
@@ -51,6 +60,7 @@ class Invalidation:
         switches: Switches,
     ) -> None:
         self.epochs = Epochs()
+        self.inherited: Callable[[bytes], None] = lambda _: None
         self._tree = tree
         self._ram = ram
         self._namespaces = tree.namespaces
@@ -70,6 +80,21 @@ class Invalidation:
         if spec.bumps != bumps:
             self._counters.add("stale_registrations")
             raise StaleEpoch(bumps)
+
+    def inherit(self, spec: NamespaceSpec) -> None:
+        """Switch off for this namespace what is still off for it under an earlier counter.
+
+        A bump moves the switches itself where an engine has registered the namespace in this run: only then is known
+        which one follows.
+        """
+        if not spec.bumps or not self._switches.by_name:
+            return
+        base_id, namespace_id = spec.base_id(), spec.namespace_id()
+        first = min(spec.bumps, _COUNTERS_TRIED_MAX)
+        tried = chain(range(first), range(max(first, spec.bumps - _COUNTERS_TRIED_MAX), spec.bumps))
+        found = [self._switches.inherit(bumped_id(base_id, one), namespace_id) for one in tried]
+        if any(found):
+            self.inherited(namespace_id)
 
     def covers(self, namespace_id: bytes) -> bool:
         """Return whether the namespace is known to be invalid: by its own id before an engine registers it."""
@@ -99,8 +124,13 @@ class Invalidation:
         What is copied stays lent. Stores: their leases expire. `tick` drops the rest of the namespaces. No lookup
         finds the rest meanwhile.
         """
-        raised, self.epochs = epochs.bump > self.epochs.bump, epochs
+        before, self.epochs = self.epochs, epochs
+        raised = epochs.bump > before.bump
         namespaces = self._namespaces.by_slot.values()
+        for one in namespaces:
+            if one.invalid and one.base_id is not None:  # nobody has registered yet what follows it
+                former, heir = (bumped_id(one.base_id, by.counter(one.base_id)) for by in (before, epochs))
+                self._switches.inherit(former, heir)
         gone = [one for one in namespaces if not one.invalid and self._becomes_invalid(one, raised=raised)]
         chunks = sum(one.nodes for one in gone)
         for namespace in gone:

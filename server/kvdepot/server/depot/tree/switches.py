@@ -65,12 +65,18 @@ class Switches:
         elif first:
             self._off_at[switch] = self._clock()
 
-    def inherit(self, namespace_id: bytes, heir_id: bytes) -> None:
-        """Move the switches that are off for a namespace to the namespace that follows it."""
-        for single in self._single.values():
-            if namespace_id in single:
-                del single[namespace_id]
-                single[heir_id] = None
+    @property
+    def by_name(self) -> bool:
+        """Return whether a switch is off for a single namespace."""
+        return any(self._single.values())
+
+    def inherit(self, namespace_id: bytes, heir_id: bytes) -> bool:
+        """Move the switches that are off for a namespace to the one that follows it. Return whether there were any."""
+        found = [single for single in self._single.values() if namespace_id in single]
+        for single in found:
+            del single[namespace_id]
+            single[heir_id] = None
+        return bool(found)
 
     def status(self) -> SwitchesStatus:
         loads, stores = Switch.LOADS, Switch.STORES
