@@ -5,6 +5,7 @@ The product's own calls of a GPU are run, on models of CUDA and of its driver.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -117,8 +118,12 @@ class Dispatches(TorchDispatchMode):
 def opcodes_of(gpu: Gpu, work: Callable[[], None]) -> int:
     work()  # Python imports and caches at the first time
     gpu.copier.wait()
-    with Opcodes() as opcodes:
-        work()
+    gc.disable()  # its finalizers are no work of the batch
+    try:
+        with Opcodes() as opcodes:
+            work()
+    finally:
+        gc.enable()
     gpu.copier.wait()
     assert opcodes.count
     return opcodes.count
