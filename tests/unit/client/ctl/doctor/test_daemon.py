@@ -29,7 +29,8 @@ from kvdepot.server.daemon import app
 from tests.fakes.daemon_status import NVME, RAM, STATUS
 
 ENDPOINT = Endpoint("/run/kvdepot/kvdepot.sock")
-GOOD = Daemon(ENDPOINT, STATUS, peer=Credentials(7, 990, 990), attachment=Attachment("", 1 << 30, (os.getpid(),)))
+
+
 SILENT = Daemon(ENDPOINT, None, "UNAVAILABLE: No such file or directory")
 SETTINGS = Settings(
     "a.toml", 1 << 30, (Place("ram", "ram", "/dev/shm", 1 << 30), Place("nvme", "disk", "/mnt", 1 << 40)),
@@ -38,8 +39,13 @@ SETTINGS = Settings(
 BLAMED = {Outcome.WARN, Outcome.FAIL}
 
 
+def good() -> Daemon:
+    """The daemon as this process sees it, which may be a copy of the one that has imported this module."""
+    return Daemon(ENDPOINT, STATUS, peer=Credentials(7, 990, 990), attachment=Attachment("", 1 << 30, (os.getpid(),)))
+
+
 def with_tier(**changed: object) -> Daemon:
-    return replace(GOOD, status=replace(STATUS, tiers=(RAM, replace(NVME, **changed))))  # type: ignore[arg-type]
+    return replace(good(), status=replace(STATUS, tiers=(RAM, replace(NVME, **changed))))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -54,13 +60,13 @@ def host(tmp_path: Path) -> Host:
 
 def test_a_good_daemon_is_ok(host: Host) -> None:
     findings = [
-        daemon_checks.check_daemon(GOOD),
-        daemon_checks.check_same_configuration(GOOD, SETTINGS),
-        daemon_checks.check_sockets(GOOD, SETTINGS, host),
-        daemon_checks.check_descriptor(GOOD),
-        daemon_checks.check_identity(GOOD),
-        daemon_checks.check_metrics(SETTINGS, GOOD, "kvdepot"),
-        *daemon_checks.check_tiers(GOOD),
+        daemon_checks.check_daemon(good()),
+        daemon_checks.check_same_configuration(good(), SETTINGS),
+        daemon_checks.check_sockets(good(), SETTINGS, host),
+        daemon_checks.check_descriptor(good()),
+        daemon_checks.check_identity(good()),
+        daemon_checks.check_metrics(SETTINGS, good(), "kvdepot"),
+        *daemon_checks.check_tiers(good()),
     ]
     assert {one.outcome for one in findings} == {Outcome.OK}
 
@@ -81,9 +87,9 @@ def test_a_daemon_that_does_not_answer_is_one_failure(tmp_path: Path) -> None:
 
 
 def test_a_daemon_that_is_not_ready_or_degraded() -> None:
-    waiting = replace(GOOD, status=replace(STATUS, ready=False, reason="starting"))
+    waiting = replace(good(), status=replace(STATUS, ready=False, reason="starting"))
     assert daemon_checks.check_daemon(waiting).outcome is Outcome.FAIL
-    degraded = replace(GOOD, status=replace(STATUS, reason="the arena stopped growing"))
+    degraded = replace(good(), status=replace(STATUS, reason="the arena stopped growing"))
     assert daemon_checks.check_daemon(degraded).outcome is Outcome.WARN
 
 
@@ -105,7 +111,7 @@ def test_a_bad_disk_is_told_by_the_daemon(daemon: Daemon, outcome: str, message:
 def test_a_tier_that_is_being_made_is_well() -> None:
     growing = replace(STATUS, tiers=(replace(STATUS.tiers[0], state="growing"), *STATUS.tiers[1:]))
     found = [
-        *daemon_checks.check_tiers(replace(GOOD, status=growing)),
+        *daemon_checks.check_tiers(replace(good(), status=growing)),
         *daemon_checks.check_tiers(with_tier(state="opening")),
     ]
     assert {one.outcome for one in found} == {Outcome.OK}
@@ -114,21 +120,21 @@ def test_a_tier_that_is_being_made_is_well() -> None:
 def test_another_configuration_than_the_running_one() -> None:
     smaller = daemon_checks.check_same_configuration(with_tier(capacity_bytes=1 << 39), SETTINGS)
     assert smaller.outcome is Outcome.WARN and "capacity of nvme" in smaller.message
-    ram = daemon_checks.check_same_configuration(GOOD, replace(SETTINGS, capacity_bytes=4 << 30))
+    ram = daemon_checks.check_same_configuration(good(), replace(SETTINGS, capacity_bytes=4 << 30))
     assert ram.outcome is Outcome.WARN and "capacity of ram" in ram.message
-    elsewhere = daemon_checks.check_same_configuration(GOOD, replace(SETTINGS, listen=("unix:///x",)))
+    elsewhere = daemon_checks.check_same_configuration(good(), replace(SETTINGS, listen=("unix:///x",)))
     assert elsewhere.outcome is Outcome.WARN and "none of the sockets of a.toml" in elsewhere.message
 
 
 def test_sockets_that_are_not_as_they_should_be(host: Host) -> None:
-    def found(daemon: Daemon = GOOD, settings: Settings = SETTINGS) -> tuple[Outcome, str]:
-        one = daemon_checks.check_sockets(daemon, settings, host)
+    def found(daemon: Daemon | None = None, settings: Settings = SETTINGS) -> tuple[Outcome, str]:
+        one = daemon_checks.check_sockets(daemon or good(), settings, host)
         assert one.fix
         return one.outcome, one.message
 
     assert found(settings=replace(SETTINGS, mode=0o600))[0] is Outcome.WARN
     assert found(settings=replace(SETTINGS, group_id=12345))[0] is Outcome.WARN
-    assert found(replace(GOOD, peer=None, attach_error="Connection refused")) == (
+    assert found(replace(good(), peer=None, attach_error="Connection refused")) == (
         Outcome.FAIL, f"{ENDPOINT.attach_path}: Connection refused",
     )  # fmt: skip
     attach = host.path(ENDPOINT.attach_path)
@@ -143,16 +149,16 @@ def test_sockets_that_are_not_as_they_should_be(host: Host) -> None:
 
 
 def test_no_descriptor_and_another_namespace_of_pids() -> None:
-    stolen = replace(GOOD, attachment=Attachment("the answer came without a descriptor"))
+    stolen = replace(good(), attachment=Attachment("the answer came without a descriptor"))
     found = daemon_checks.check_descriptor(stolen)
     assert found.outcome is Outcome.FAIL and "transport = stream" in found.fix
     assert daemon_checks.check_identity(stolen).outcome is Outcome.SKIPPED
     for pids in ((0,), (), (os.getpid() + 1,)):
-        other = daemon_checks.check_identity(replace(GOOD, attachment=Attachment("", 1, pids)))
+        other = daemon_checks.check_identity(replace(good(), attachment=Attachment("", 1, pids)))
         assert other.outcome is Outcome.WARN and "--pid=host" in other.fix
-    unseen = daemon_checks.check_identity(replace(GOOD, peer=Credentials(0, 990, 990)))
+    unseen = daemon_checks.check_identity(replace(good(), peer=Credentials(0, 990, 990)))
     assert unseen.outcome is Outcome.WARN and "cannot be seen" in unseen.message
-    assert "--read-only" in daemon_checks.check_descriptor(replace(GOOD, attachment=None)).message
+    assert "--read-only" in daemon_checks.check_descriptor(replace(good(), attachment=None)).message
 
 
 # The port of the metrics
@@ -190,7 +196,7 @@ def test_who_is_at_the_port_of_metrics(http: HTTPServer, monkeypatch: pytest.Mon
     monkeypatch.setattr(_Health, "body", b"<html>")
     taken = asking.metrics_answer(address, 5)
     assert taken.startswith("no good answer")
-    found = daemon_checks.check_metrics(SETTINGS, GOOD, taken)
+    found = daemon_checks.check_metrics(SETTINGS, good(), taken)
     assert found.outcome is Outcome.FAIL and "address that is free" in found.fix
 
 
@@ -202,10 +208,10 @@ def test_a_port_of_metrics_that_nobody_has() -> None:
         bound.bind(("127.0.0.1", 0))
         taken = asking.metrics_answer(f"127.0.0.1:{bound.getsockname()[1]}", 5)
     assert "cannot be bound: Address already in use" in taken
-    assert daemon_checks.check_metrics(SETTINGS, GOOD, taken).outcome is Outcome.FAIL
+    assert daemon_checks.check_metrics(SETTINGS, good(), taken).outcome is Outcome.FAIL
     assert daemon_checks.check_metrics(SETTINGS, SILENT, "free").outcome is Outcome.OK
-    assert daemon_checks.check_metrics(SETTINGS, GOOD, "free").outcome is Outcome.WARN
-    assert daemon_checks.check_metrics(SETTINGS, GOOD, "").outcome is Outcome.SKIPPED
+    assert daemon_checks.check_metrics(SETTINGS, good(), "free").outcome is Outcome.WARN
+    assert daemon_checks.check_metrics(SETTINGS, good(), "").outcome is Outcome.SKIPPED
 
 
 # The configuration
