@@ -11,7 +11,7 @@ from typing import Final
 
 from kvdepot.core.calls import ROOT_KEY, Kind
 from kvdepot.core.objectfile import Codec, ObjectHeader, ObjectName, payload_sum
-from kvdepot.server.storage.shared_layout import JANITOR, node_file, object_file
+from kvdepot.server.storage.shared_layout import JANITOR, NODES, node_file, object_file
 from kvdepot.server.tiers.shared.coordinator.coordinator import Coordinator
 from kvdepot.server.tiers.shared.coordinator.records import JanitorRecord, Lease
 from kvdepot.server.tiers.shared.coordinator.settings import Before, CoordinatorSettings
@@ -44,6 +44,7 @@ class Nodes:
         root.mkdir(exist_ok=True)
         self.coordinators = [Coordinator(settings, Before(), self._clock(at)) for at in range(nodes)]
         self.messages: list[object] = [None] * nodes
+        self._to_come_ns = 0  # of a lease from before the server's clock was set back
 
     def _clock(self, at: int):  # type: ignore[no-untyped-def]
         return lambda: self.clock.seconds + self.offsets[at]
@@ -76,9 +77,16 @@ class Nodes:
         if path.exists():
             _older(path, seconds)
 
+    def set_server_back(self, seconds: float) -> None:
+        """Set the server's clock back: what it has stamped so far is of a time to come."""
+        for path in (self.root / JANITOR, *(self.root / NODES).iterdir()):
+            _older(path, -seconds)
+        self._to_come_ns = (self.root / JANITOR).stat().st_mtime_ns
+
     def _grow_older(self, seconds: float) -> None:
-        if (self.root / JANITOR).exists():
-            _older(self.root / JANITOR, seconds)
+        lease = self.root / JANITOR
+        if lease.exists() and lease.stat().st_mtime_ns != self._to_come_ns:  # else it keeps its time for as long
+            _older(lease, seconds)
 
 
 def _older(path: Path, seconds: float) -> None:

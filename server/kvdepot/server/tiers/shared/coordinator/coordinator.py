@@ -150,7 +150,7 @@ class Coordinator:
             self._report = again
         self._janitor.heartbeat(self._node, found, again)
         lasts_seconds = self._pace.honoured_seconds(again.lasts_seconds if again else 0)
-        self._lease_age_seconds = self._server.age_seconds(found.mtime_ns) if found else lasts_seconds
+        self._lease_age_seconds = self._janitor.lease_age_seconds(found) if found else lasts_seconds
         self._current = self._janitor.holding or self._lease_age_seconds < lasts_seconds
 
     def _forget(self) -> None:

@@ -121,7 +121,13 @@ class ServerClock:
     def stamped(self, mtime_ns: int) -> None:
         self._at, self._mtime_ns = self._clock(), mtime_ns
 
-    def age_seconds(self, mtime_ns: int) -> float:
-        """Return the age of a file; never negative."""
+    def age_seconds(self, mtime_ns: int, same_since: float | None = None) -> float:
+        """Return the age of a file; never negative.
+
+        `same_since`: when this node's own clock has first met the file so. It counts for a file of a time to come: the
+        server's clock was set back since, and says nothing of what was written before.
+        """
         now_ns = self._mtime_ns + (self._clock() - self._at) * NANOSECONDS
+        if now_ns < mtime_ns and same_since is not None:
+            return self._clock() - same_since
         return max(now_ns - mtime_ns, 0) / NANOSECONDS

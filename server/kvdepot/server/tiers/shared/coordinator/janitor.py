@@ -63,6 +63,7 @@ class Janitor:
         self._pace = pace
         self._nodes = Nodes(self._root, clock, server, settings.silent_seconds)
         self._lease = Lease()
+        self._same_since = 0, clock()  # mtime_ns of the lease file, and when it was first met so
         self._lasts_seconds = settings.lease_seconds  # as it was written
         self._contended_at: float | None = None
         self._renewed_at = 0.0
@@ -149,11 +150,17 @@ class Janitor:
         """Return whether the lease is now another one's. A record with an older term came late, and is overwritten."""
         return record is not None and record.lease != self._lease and record.lease.term >= self._lease.term
 
+    def lease_age_seconds(self, found: Found) -> float:
+        """Return the age of the lease file. Called with each one that a heartbeat has read."""
+        if self._same_since[0] != found.mtime_ns:
+            self._same_since = found.mtime_ns, self._clock()
+        return self._server.age_seconds(*self._same_since)
+
     def _is_free(self, node: str, found: Found | None, record: JanitorRecord | None) -> bool:
         if found is None or (record is not None and (record.lease.holder == node or record.lease == self._lease)):
             return True
         lasts = self._pace.honoured_seconds(record.lasts_seconds if record else 0)
-        return self._server.age_seconds(found.mtime_ns) > lasts
+        return self.lease_age_seconds(found) > lasts
 
     def _contend(self, node: str, found: Found | None, record: JanitorRecord | None) -> None:
         for _ in self._nodes.look(record.shares if record else ()):

@@ -104,7 +104,7 @@ class Nodes:
         return [
             node
             for node, (mtime_ns, since) in self._same_since.items()
-            if min(self._looked_at - since, self._server.age_seconds(mtime_ns)) > self._silent_seconds
+            if min(self._looked_at - since, self._server.age_seconds(mtime_ns, since)) > self._silent_seconds
         ]
 
     def forget(self, node: str) -> None:

@@ -235,6 +235,23 @@ def test_clocks_an_hour_apart_do_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(nodes.listed(NODES)) == 3
 
 
+@pytest.mark.requirement("T3")
+def test_a_janitor_that_ends_before_the_server_s_clock_is_set_back_is_followed(tmp_path: Path) -> None:
+    """Its files are of a time to come, so they are never old by the server's clock."""
+    nodes = Nodes(tmp_path / "shared", 3)
+    nodes.go_on(20)
+    first, ended = lease_of(nodes.root), nodes.janitor
+    nodes.stopped.add(ended)
+    nodes.set_server_back(86_400.0)
+    nodes.go_on(3)
+    assert lease_of(nodes.root) == first, "it may be alive"
+    nodes.go_on(30)
+    assert lease_of(nodes.root).term > first.term
+    assert sum(report.is_janitor for at, report in enumerate(nodes.reports) if at != ended) == 1
+    nodes.go_on(400)
+    assert len(nodes.listed(NODES)) == 2, "what the node was allowed is free"
+
+
 @pytest.mark.requirement("I4")
 def test_a_limit_read_beside_a_new_janitor_is_not_acted_under(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(tmp_path / "shared", 2)
