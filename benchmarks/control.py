@@ -1,9 +1,9 @@
 """CPU time of the daemon's one thread per object, by call, with 1, 4 and 16 engines and many objects in RAM.
 
-Objects are small: the work of a call grows with their number, not with their bytes. Engines use the client of vLLM's
-connector, all of one namespace, and copy nothing. A prompt has 16 chunks; engines take turns. What a call causes later
-(checksums, writes, journals) counts as its own. So that machines can be compared, times are CPU time of that thread
-(`/proc/PID/task/PID/schedstat`); its longest hold is `benchmarks.loop_hold`'s.
+Objects are small: the work of a call grows with their number, not with their bytes. Engines are processes with the
+client of vLLM's connector, all of one namespace, and copy nothing. A prompt is one call of 16 chunks. What a call
+causes later (checksums, writes, journals) counts as its own. So that machines can be compared, times are CPU time of
+that thread (`/proc/PID/task/PID/schedstat`); its longest hold is `benchmarks.loop_hold`'s.
 """
 
 from __future__ import annotations
@@ -12,42 +12,23 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-from kvdepot.client.session import DepotSession
 from kvdepot.core.arena import ROW_BYTES_MEAN
-from kvdepot.core.calls import (
-    ROOT_KEY,
-    AcquireCall,
-    AcquireOutcome,
-    AcquireReply,
-    CommitOutcome,
-    Kind,
-    LocateCall,
-    LocateReply,
-    ReserveCall,
-    ReserveOutcome,
-    ReserveReply,
-)
 from kvdepot.core.ram_size import capacity_for
 
-from benchmarks.depot import Daemon, Status, daemon, engine
+from benchmarks.control_engines import IN_FLIGHT, Engines, Prompt
+from benchmarks.control_engines import engines as attached
+from benchmarks.depot import Daemon, Status, daemon
 from benchmarks.report import Report, arguments
-from tests.rigs.raw_client import CHUNK_TOKENS, dense_spec
 
-OBJECT_BYTES: Final = 4096
-PROMPT_CHUNKS: Final = 16
 ENGINES: Final = (1, 4, 16)
 FEW_OBJECTS: Final = 10_000
-SAMPLE_PROMPTS: Final = 256
+SAMPLE_OBJECTS: Final = 4096
+PROMPT_CHUNKS: Final = 16
 STORE_US_MAX, DISK_WRITE_US_MAX, LOAD_US_MAX, GROWTH_MAX = 50.0, 200.0, 0.5, 1.2
-_CALL_SECONDS: Final = 60.0
-_IN_FLIGHT: Final = 8
-_LOADS_AT_ONCE: Final = 32
 _DISK_RAM: Final = "640MiB"
 _DISK_CONFIG: Final = """
 [[tier]]
@@ -58,28 +39,14 @@ capacity = "2GiB"
 write = "commit"
 """
 
-Prompt = tuple[bytes, ...]
-
-
-def prompts(count: int) -> list[Prompt]:
-    return [tuple(random.randbytes(16) for _ in range(PROMPT_CHUNKS)) for _ in range(count)]
-
-
-@dataclass(slots=True)
-class Lease:
-    session: DepotSession
-    number: int
-
 
 class Load:
     """Calls of some engines on one daemon, and what they cost its thread."""
 
-    def __init__(self, sessions: Sequence[DepotSession], node: Daemon, status: Status) -> None:
-        self._sessions = sessions
-        self._namespace = dense_spec("control", OBJECT_BYTES).namespace_id()
+    def __init__(self, engines: Engines, node: Daemon, status: Status) -> None:
+        self._engines = engines
         self._clock = Path(f"/proc/{node.pid}/task/{node.pid}/schedstat")
         self._status = status
-        self._open = 0
 
     def cost_us(self, work: Callable[[], int]) -> float:
         """Return CPU microseconds of the daemon's thread per object. `work` returns the number of its objects."""
@@ -98,116 +65,34 @@ class Load:
         while any(tier.queued_objects for tier in self._status().tiers):
             time.sleep(0.05)
 
-    def _drive(self, count: int, start: Callable[[int, DepotSession], None]) -> None:
-        """Start work 0 to `count` by engines in turn, some at once, until all has ended."""
-        number = 0
-        while number < count or self._open:
-            while number < count and self._open < _IN_FLIGHT * len(self._sessions):
-                self._open += 1
-                start(number, self._sessions[number % len(self._sessions)])
-                number += 1
-            for session in self._sessions:
-                session.poll()
-
-    def reserve(self, chosen: Sequence[Prompt]) -> list[Lease]:
-        """Return the leases, one a prompt."""
-        leases: list[Lease] = []
-        boundaries = (np.arange(1, PROMPT_CHUNKS + 1) * CHUNK_TOKENS).astype("<u4").tobytes()
-
-        def start(number: int, session: DepotSession) -> None:
-            keys, lease = chosen[number], Lease(session, session.new_lease_id())
-            parents = b"".join((ROOT_KEY, *keys[:-1]))
-            kinds = bytes([Kind.ATTENTION] * len(keys))
-            call = ReserveCall(b"", lease.number, self._namespace, b"".join(keys), parents, kinds, boundaries)
-
-            def done(reply: object) -> None:
-                if not isinstance(reply, ReserveReply) or set(reply.outcomes) != {ReserveOutcome.GRANTED}:
-                    raise SystemExit(f"reserve: {reply}"[:300])
-                self._open -= 1
-                leases.append(lease)
-
-            session.submit(call, _CALL_SECONDS, done)
-
-        self._drive(len(chosen), start)
-        return leases
-
-    def commit(self, leases: Sequence[Lease]) -> int:
-        def committed(outcomes: bytes) -> None:
-            self._open -= 1
-            if set(outcomes) != {CommitOutcome.COMMITTED}:
-                raise SystemExit(f"commit: {list(outcomes)}")
-
-        self._drive(
-            len(leases),
-            lambda number, _: leases[number].session.commit(leases[number].number, range(PROMPT_CHUNKS), committed),
-        )
-        return len(leases) * PROMPT_CHUNKS
+    def prompts(self, objects: int) -> list[Prompt]:
+        return [tuple(random.randbytes(16) for _ in range(PROMPT_CHUNKS)) for _ in range(objects // PROMPT_CHUNKS)]
 
     def store(self, chosen: Sequence[Prompt]) -> int:
         """In parts, as much as the engines' credit permits."""
-        for at in range(0, len(chosen), SAMPLE_PROMPTS):
-            self.commit(self.reserve(chosen[at : at + SAMPLE_PROMPTS]))
+        part = SAMPLE_OBJECTS // PROMPT_CHUNKS
+        for at in range(0, len(chosen), part):
+            self._engines.reserve(chosen[at : at + part])
+            self._engines.commit()
         return len(chosen) * PROMPT_CHUNKS
-
-    def locate(self, chosen: Sequence[Prompt]) -> list[Prompt]:
-        """Return those that are in RAM as a whole."""
-        found: list[Prompt] = []
-
-        def start(number: int, session: DepotSession) -> None:
-            keys = chosen[number]
-
-            def done(reply: object) -> None:
-                if not isinstance(reply, LocateReply):
-                    raise SystemExit(f"locate: {reply}"[:300])
-                self._open -= 1
-                if reply.boundary_tokens == PROMPT_CHUNKS * CHUNK_TOKENS:
-                    found.append(keys)
-
-            call = LocateCall(b"", self._namespace, b"".join(keys), PROMPT_CHUNKS * CHUNK_TOKENS)
-            session.submit(call, _CALL_SECONDS, done)
-
-        self._drive(len(chosen), start)
-        return found
-
-    def acquire(self, chosen: Sequence[Prompt]) -> list[Lease]:
-        leases: list[Lease] = []
-
-        def start(number: int, session: DepotSession) -> None:
-            keys, lease = chosen[number], Lease(session, session.new_lease_id())
-            kinds = bytes([Kind.ATTENTION] * len(keys))
-
-            def done(reply: object) -> None:
-                if not isinstance(reply, AcquireReply) or reply.outcome is not AcquireOutcome.GRANTED:
-                    raise SystemExit(f"acquire: {reply}"[:300])
-                self._open -= 1
-                leases.append(lease)
-
-            session.submit(AcquireCall(b"", lease.number, self._namespace, b"".join(keys), kinds), _CALL_SECONDS, done)
-
-        self._drive(len(chosen), start)
-        return leases
-
-    def release(self, leases: Sequence[Lease]) -> int:
-        for lease in leases:
-            lease.session.release((lease.number,))
-        while any(session.open_leases for session in self._sessions):
-            for session in self._sessions:
-                session.poll()
-        return len(leases) * PROMPT_CHUNKS
 
     def costs(self, resident: Sequence[Prompt]) -> dict[str, float]:
         """Return the microseconds of each call, with these prompts in RAM. Fresh ones are stored."""
-        fresh = prompts(SAMPLE_PROMPTS)
-        reserved: list[Lease] = []
+        fresh = self.prompts(SAMPLE_OBJECTS)
 
         def reserve() -> int:
-            reserved.extend(self.reserve(fresh))
+            self._engines.reserve(fresh)
+            return len(fresh) * PROMPT_CHUNKS
+
+        def commit() -> int:
+            self._engines.commit()
             return len(fresh) * PROMPT_CHUNKS
 
         reserve_us = self.cost_us(reserve)
-        commit_us = self.cost_us(lambda: self.commit(reserved))
-        known = self.locate(random.sample(resident, min(len(resident), 4 * SAMPLE_PROMPTS)))[:SAMPLE_PROMPTS]
-        locate_us = self.cost_us(lambda: len(self.locate(known)) * PROMPT_CHUNKS)
+        commit_us = self.cost_us(commit)
+        part = SAMPLE_OBJECTS // PROMPT_CHUNKS
+        known = self._engines.locate(random.sample(resident, min(len(resident), 4 * part)))[:part]
+        locate_us = self.cost_us(lambda: len(self._engines.locate(known)) * PROMPT_CHUNKS)
         acquire_us, release_us = self.load_us(known)
         return {
             "reserve": reserve_us, "commit": commit_us, "locate": locate_us, "acquire": acquire_us,
@@ -218,11 +103,12 @@ class Load:
         """Return the microseconds of an acquire and of a release. Neither causes anything later, if all is in RAM."""
         acquired_ns = released_ns = 0
         self._settle()
-        for at in range(0, len(chosen), _LOADS_AT_ONCE):
+        at_once = IN_FLIGHT * self._engines.count  # an engine does not load less because there are others
+        for at in range(0, len(chosen), at_once):
             began = self._cpu_ns()
-            leases = self.acquire(chosen[at : at + _LOADS_AT_ONCE])
+            self._engines.acquire(chosen[at : at + at_once])
             between = self._cpu_ns()
-            self.release(leases)
+            self._engines.release()
             acquired_ns += between - began
             released_ns += self._cpu_ns() - between
         objects = len(chosen) * PROMPT_CHUNKS
@@ -232,14 +118,11 @@ class Load:
 @contextmanager
 def loaded(engines: int, ram: str, config: Path | None = None) -> Iterator[tuple[Load, Daemon]]:
     """A daemon with its whole arena in memory, and so many engines."""
-    spec = dense_spec("control", OBJECT_BYTES)
-    with ExitStack() as stack:
-        node = stack.enter_context(daemon(ram, config=config))
+    with daemon(ram, config=config) as node:
         status = Status(node.endpoint)
         status.wait_populated(node)
-        names = (f"control-{number}" for number in range(engines))
-        sessions = [stack.enter_context(engine(node.endpoint, spec, name))[0] for name in names]
-        yield Load(sessions, node, status), node
+        with attached(engines, node.endpoint) as processes:
+            yield Load(processes, node, status), node
 
 
 def in_ram(objects: int, engines: int) -> dict[str, float]:
@@ -247,15 +130,15 @@ def in_ram(objects: int, engines: int) -> dict[str, float]:
     ram = capacity_for(objects * ROW_BYTES_MEAN * 9 // 8)
     found: dict[str, float] = {}
     with loaded(engines, f"{ram >> 20}MiB") as (load, node):
-        resident = prompts(FEW_OBJECTS // PROMPT_CHUNKS)
+        resident = load.prompts(FEW_OBJECTS)
         load.store(resident)
         for name, count in (("few", 0), ("many", objects - FEW_OBJECTS)):
-            more = prompts(count // PROMPT_CHUNKS)
+            more = load.prompts(count)
             load.store(more)
             resident += more
             found |= {f"{call}_{name}": us for call, us in load.costs(resident).items()}
-        load.store(prompts((node.arena_bytes // ROW_BYTES_MEAN - len(resident) * PROMPT_CHUNKS) // PROMPT_CHUNKS))
-        latest = prompts(4 * SAMPLE_PROMPTS)
+        load.store(load.prompts(node.arena_bytes // ROW_BYTES_MEAN - len(resident) * PROMPT_CHUNKS))
+        latest = load.prompts(4 * SAMPLE_OBJECTS)
         load.store(latest)
         found |= {f"{call}_full": us for call, us in load.costs(latest).items()}
     return found
@@ -269,9 +152,9 @@ def with_a_disk(engines: int) -> dict[str, float]:
         disk.mkdir()
         config.write_text(_DISK_CONFIG.format(path=disk))
         with loaded(engines, _DISK_RAM, config) as (load, node):
-            first = prompts(SAMPLE_PROMPTS)
+            first = load.prompts(SAMPLE_OBJECTS)
             found["store_on_disk"] = load.cost_us(lambda: load.store(first))
-            load.store(prompts(node.arena_bytes * 3 // 2 // ROW_BYTES_MEAN // PROMPT_CHUNKS))
+            load.store(load.prompts(node.arena_bytes * 3 // 2 // ROW_BYTES_MEAN))
             found["load_from_disk"], _ = load.load_us(first)
     return found
 
@@ -283,8 +166,10 @@ def main() -> None:
     parser.add_argument("--disk", action="store_true", help="measure only stores on a disk, and loads from it")
     options = parser.parse_args()
     report = Report("control")
-    rows = {engines: ({} if options.disk else in_ram(options.objects, engines)) | with_a_disk(engines)
-            for engines in options.engines}  # fmt: skip
+    rows: dict[int, dict[str, float]] = {}
+    for engines in options.engines:
+        ram = {} if options.disk else in_ram(options.objects, engines)
+        rows[engines] = ram | with_a_disk(engines)
     columns = [f"{engines} engines" for engines in rows]
     print(f"{'us of CPU per object':<24}" + "".join(f"{column:>12}" for column in columns))
     for name in next(iter(rows.values())):
@@ -292,7 +177,7 @@ def main() -> None:
     if not options.disk:
         judge(report, rows)
         report.note("objects", options.objects)
-    report.note("objects of each figure", SAMPLE_PROMPTS * PROMPT_CHUNKS)
+    report.note("objects of each figure", SAMPLE_OBJECTS)
     report.finish(options.json)
 
 
