@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,8 @@ BY_NAME: Final = re.compile(
     r"""|LazyLoader\(\s*["']\w+["'],\s*globals\(\),\s*["']([\w.]+)["']"""
 )
 """Modules whose names vLLM gives as text."""
+STATEMENT: Final = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import\b|import[ \t]+([\w., \t]+))", re.MULTILINE)
+"""Import statements, and prose that looks like one."""
 
 
 def imported_by(tree: Iterable[ast.AST]) -> Iterator[str]:
@@ -56,16 +59,31 @@ def imported_by(tree: Iterable[ast.AST]) -> Iterator[str]:
                 yield from imported_by(within)
 
 
+def tops(names: Iterable[str]) -> set[str]:
+    return {name.partition(".")[0].strip() for name in names}
+
+
 def imports_of(package: Path) -> dict[str, str]:
-    """Return top-level module -> one file that imports it, without the package's own and Python's."""
+    """Return top-level module -> one file that imports it, without the package's own and Python's.
+
+    Of the files with what looks like a statement, those are parsed that tell whether it is one: all take 8 s.
+    """
     vendored = {path.stem for path in (package / "third_party").rglob("*")}
     found: dict[str, str] = {}
+    likely: dict[str, list[Path]] = {}
     for path in package.rglob("*.py"):
         text = path.read_text()
-        names = {*imported_by(ast.parse(text).body), *(one or two for one, two in BY_NAME.findall(text))}
-        tops = {name.partition(".")[0] for name in names} - {"", package.name} - sys.stdlib_module_names
-        own = vendored if "third_party" in path.parts else set[str]()
-        found |= dict.fromkeys(tops - own, str(path.relative_to(package)))
+        own = {"", package.name, *(vendored if "third_party" in path.parts else ()), *sys.stdlib_module_names}
+        for name in tops(one or two for one, two in BY_NAME.findall(text)) - own:
+            found[name] = str(path.relative_to(package))
+        written = [name for one, several in STATEMENT.findall(text) for name in (one, *several.split(","))]
+        for name in tops(name.split(" as ")[0].strip() for name in written) - own:
+            likely.setdefault(name, []).append(path)
+    parsed = cache(lambda path: tops(imported_by(ast.parse(path.read_text()).body)))
+    for name in likely.keys() - found.keys():
+        importing = next((path for path in likely[name] if name in parsed(path)), None)
+        if importing is not None:
+            found[name] = str(importing.relative_to(package))
     return found
 
 
