@@ -47,6 +47,7 @@ class Medium:
     stored: dict[int, bytes] = field(default_factory=dict)
     names: dict[int, ObjectName] = field(default_factory=dict)  # as a journal knows them, whatever lies there
     quarantined: list[bytes] = field(default_factory=list)
+    undropped: dict[int, bytes] = field(default_factory=dict)  # while it could not be written
 
 
 @dataclass(eq=False)
@@ -187,7 +188,10 @@ class MemoryTier:
         return self.medium.names[handle]
 
     def drop(self, handle: int) -> None:
-        self._used -= self._cost(self.medium.stored.pop(handle))
+        blob = self.medium.stored.pop(handle)
+        self._used -= self._cost(blob)
+        if not self.writable:  # nothing can be noted there: who opens it next finds the object
+            self.medium.undropped[handle] = blob
 
     def stored(self, handle: int) -> Stored:
         try:
@@ -220,6 +224,8 @@ class MemoryTier:
         """Say what is there and serve."""
         assert self._listener is not None
         self._worker = self.registry.started(self.pid)
+        self.medium.stored.update(self.medium.undropped)
+        self.medium.undropped.clear()
         found = [(handle, self.medium.names[handle]) for handle in self.medium.stored]
         found.sort(key=lambda one: one[1].boundary_tokens)
         self.readable = self.writable = True

@@ -97,6 +97,7 @@ class Control:
         self._changing = set[asyncio.Task[Any]]()
         self._epochs = depot.invalidation.epochs  # that are kept, or about to be
         depot.invalidation.inherited = self._inherited
+        depot.tell_undropped(self._undropped)
         self._verifications = 0
         self._prefetches = 0
 
@@ -147,6 +148,11 @@ class Control:
         except LimitExceeded:  # as many are off by name as can be
             self._switch(SwitchCall(Switch.LOADS, on=False))
         self._begin(self._kept())
+
+    def _undropped(self, namespace_id: bytes) -> None:
+        """Quarantine a namespace soon. The depot calls this while it drops."""
+        self._log.error("a disk that cannot be written may have bytes in doubt: namespace %s", namespace_id.hex())
+        asyncio.get_running_loop().call_soon(self._guard.call, "task", self.quarantine, namespace_id)
 
     def _inherited(self, namespace_id: bytes) -> None:
         self._log.warning("switches stay off for namespace %s, which follows an invalidated one", namespace_id.hex())

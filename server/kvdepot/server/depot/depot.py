@@ -327,6 +327,11 @@ class Depot(Assembly):
         sessions = self._sessions.by_slot.values()
         return sum(isinstance(lease, kind) for session in sessions for lease in session.leases.values())
 
+    def tell_undropped(self, told: Callable[[bytes], None]) -> None:
+        """Have `told` called with the namespace of an object in doubt that a tier cannot drop permanently."""
+        for tier in self._tree.tiers:
+            tier.undropped = told
+
     def deletion(self, namespace_id: bytes, key: bytes) -> Deletion:
         """Make a deletion of a chunk with everything after it or, without a key, of a namespace. Raise NotFound."""
         return Deletion(self._tree, namespace_id, key)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from kvdepot.core.arena import LentMode
 from kvdepot.core.calls import ReleaseCall
 from kvdepot.core.objectfile import payload_sum
+from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.stores.checksums import HELD_BACK_SECONDS_MAX
 from kvdepot.server.depot.types import ToSum
 from kvdepot.server.storage.base import IoOutcome
 
 from tests.fakes.memory_tier import MemoryTier
-from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path
+from tests.fakes.operator_control import control_over
+from tests.rigs.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, audit, path
 from tests.rigs.tier_rig import (
     ATTENTION,
     BOTH,
@@ -98,6 +102,36 @@ def test_what_follows_a_doubtful_object_goes_too(order: str) -> None:
     settle(rig)
     assert _boundary(client) == 3
     assert _served_after_a_reboot(rig) == {7}
+
+
+@pytest.mark.requirement("I1")
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_doubtful_object_that_a_tier_cannot_drop_for_good_is_not_served_by_the_next_run(
+    tmp_path: Path, writable: bool
+) -> None:
+    rig, file = Rig(tier=COMMIT), StateFile(tmp_path / "state")
+
+    async def run() -> None:
+        control = control_over(rig, file)
+        store(rig.attach(), KEYS[:2])
+        job = rig.depot.next_to_sum()
+        assert job is not None
+        answer = _observed(rig, job)
+        rig.buffer[job.extents[0][0]] ^= 0x40
+        rig.tier.finish(rig.tier.jobs[0])
+        rig.tier.writable = writable
+        answer()
+        await asyncio.sleep(0)
+        await control.close(60.0)
+
+    asyncio.run(run())
+    assert (in_ram(rig), in_tier(rig)) == (0, 0)
+    assert file.read().switches.loads_off_namespaces == (() if writable else (DENSE.namespace_id(),))
+    reboot(rig)
+    settle(rig)
+    assert in_tier(rig) == (0 if writable else 1), "the tier has it again"
+    control_over(rig, file).restore()
+    assert _boundary(rig.attach(pid=12)) == 0
 
 
 @pytest.mark.requirement("I1", "I6")

@@ -7,7 +7,7 @@ policy chooses which of those goes first, over the same tree as RAM's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, cast
 
 import numpy as np
@@ -59,6 +59,8 @@ class LowerTier:
         self._namespaces = tree.namespaces
         self._counters = counters
         self._guard = engine_guard(counters.add)
+        self.undropped: Callable[[bytes], None] = lambda _: None
+        """Told of the namespace of an object in doubt that may come back."""
         self.number = number
         self.slots: set[int] | None = None
         self.trimming = False
@@ -135,9 +137,14 @@ class LowerTier:
         self._guard.call("tier", self.tier.drop, self.forget(node, kind))
 
     def quarantine(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
-        """Take bytes with these sums from other daemons, too: they are in doubt. The handle is dropped already."""
+        """Take bytes with these sums from other daemons, too, and from the next run: they are in doubt.
+
+        A disk keeps the place of what is dropped. Where it cannot be written, the next run finds the object again.
+        """
         if self.shared is not None:
             self._guard.call("tier", self.shared.quarantine, name, raw_sums)
+        elif not self.tier.writable:
+            self._guard.call("tier", self.undropped, name.namespace)
 
     # What it costs and brings
 
