@@ -59,6 +59,7 @@ _GPU_LIBRARIES: Final = (
     "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13",
 )  # fmt: skip
 """Distributions that vLLM does not import: torch and the others load their libraries."""
+_OF_PICTURES: Final = ("opencv-python", "opencv-python-headless", "pillow", "torchcodec", "torchvision")
 
 
 def computing_packages() -> dict[str, str]:
@@ -82,6 +83,14 @@ def gpu_packages() -> dict[str, str]:
     Their kernels compute KV, reduce it over ranks, or make what a model computes with: weights and frames of videos.
     """
     return _installed((*_all(ON_GPUS), *_GPU_LIBRARIES))
+
+
+def picture_packages() -> dict[str, str]:
+    """Return the versions of the installed packages that decode and resize pictures and videos.
+
+    vLLM names a picture by its bytes as they came, so its KV depends on them. Of sounds it names the samples.
+    """
+    return _installed(_OF_PICTURES)
 
 
 def _all(modules: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.base import compat, packages
 from kvdepot.client.vllm.base.metadata import RankFacts
 from kvdepot.client.vllm.identity.speculation import Speculation, speculation
 from kvdepot.core.calls import Kind
@@ -204,6 +204,8 @@ def _model_identity(model: Any) -> dict[str, str]:
     identity = _prefixed("hf_config", canonical_identity(_hf(model.hf_config), convert=_plain))
     if model.hf_text_config is not model.hf_config:
         identity |= _prefixed("hf_text_config", canonical_identity(_hf(model.hf_text_config), convert=_plain))
+    if model.multimodal_config is not None:
+        identity |= _prefixed("package", packages.picture_packages())
     return identity
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kvdepot.client.endpoint import Endpoint
-from kvdepot.client.vllm.base import compat, versions
+from kvdepot.client.vllm.base import compat, packages, versions
 from kvdepot.client.vllm.base.metadata import RankFacts
 from kvdepot.client.vllm.base.operations import LayerFacts
 from kvdepot.client.vllm.base.settings import Settings
@@ -21,6 +21,7 @@ from kvdepot.client.vllm.identity.speculation import speculation
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import NamespaceError
 from kvdepot.core.keys import NamespaceSpec
+from vllm.config import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
@@ -163,6 +164,23 @@ def test_rope_and_every_other_value_of_the_models_own_configuration_counts(folde
         if identity.engine_identity(config) == before:
             changed.append(key)
     assert not changed, "a change of these goes unseen"
+
+
+@pytest.mark.requirement("P2")
+@pytest.mark.parametrize("name", ["pillow", "opencv-python-headless", "torchvision"])
+def test_what_decodes_pictures_counts_where_a_model_takes_any(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def with_version(version: str) -> tuple[dict[str, str], dict[str, str]]:
+        monkeypatch.setattr(packages, "version", lambda asked: version if asked == name else "1")
+        text, pictures = engine_config(folder), engine_config(folder)
+        pictures.model_config = _copy(pictures.model_config)
+        pictures.model_config.multimodal_config = MultiModalConfig()
+        return identity.engine_identity(text), identity.engine_identity(pictures)
+
+    (text, pictures), (other_text, other_pictures) = with_version("1"), with_version("2")
+    assert text == other_text
+    assert {key for key in pictures if pictures[key] != other_pictures[key]} == {f"package.{name}"}
 
 
 class _Hf:
