@@ -146,6 +146,20 @@ def test_a_second_daemon_on_the_arena_is_refused_by_name(daemon: DaemonProcess) 
     assert status_of(daemon.socket).ready
 
 
+@pytest.mark.requirement("I1")
+def test_a_second_daemon_on_the_arena_is_refused_although_somebody_has_deleted_the_locks(daemon: DaemonProcess) -> None:
+    open_files = [path.readlink() for path in Path(f"/proc/{daemon.pid}/fd").iterdir() if path.is_symlink()]
+    locks = [file for file in open_files if file.suffix == ".lock" and file.exists()]
+    assert len(locks) >= 2
+    for file in locks:
+        file.unlink()
+    second = subprocess.run(daemon.command(), capture_output=True, text=True, check=False, timeout=patient(30))
+    assert (second.returncode, "whose lock file was deleted" in second.stderr) == (1, True)
+    daemon.kill()
+    daemon.start()
+    assert status_of(daemon.socket).run == 2, "what died holds nothing"
+
+
 def test_a_second_daemon_on_the_socket_is_refused_and_unlinks_nothing(daemon: DaemonProcess, tmp_path: Path) -> None:
     command = daemon.command("--arena-dir", str(tmp_path))
     second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patient(30))

@@ -53,6 +53,7 @@ from kvdepot.server.observe.verdicts import Verdicts
 from kvdepot.server.platform import processes
 from kvdepot.server.platform.accepting import SPARE_DESCRIPTORS, SpareDescriptors
 from kvdepot.server.platform.addresses import host_and_port
+from kvdepot.server.platform.file_lock import InodeLock
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.logs import drain, make_log
 from kvdepot.server.platform.service_notify import ServiceNotifier
@@ -337,9 +338,11 @@ class Node:
         kind = file_system(folder)
         if kind and kind not in MEMORY_KINDS:
             self._log.warning("arena is on a disk: %s; set [ram] path to a directory on tmpfs or hugetlbfs", folder)
-        return open_arena(
-            arena_request(config), kept=kept, boot_id=self._boot_id, random_bytes=secrets.token_bytes, alive=self._alive
-        )
+        self._tables_lock = InodeLock(config.arena_path, f"the arena {config.arena_path}")
+        request, random_bytes = arena_request(config), secrets.token_bytes
+        arena = open_arena(request, kept=kept, boot_id=self._boot_id, random_bytes=random_bytes, alive=self._alive)
+        self._tables_lock.follow(arena.tables_fd)
+        return arena
 
     def _start_tiers(self) -> None:
         """Have the tiers open. Raises ConfigError where another daemon has a directory."""

@@ -67,3 +67,37 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class InodeLock:
+    """An OFD lock of the file itself, whatever becomes of its name. Nothing is written into the file."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        """Take the lock if there is such a file. Raise ArenaInUse, and OSError."""
+        self._what = what
+        self._fd = -1
+        try:
+            fd = open_own(path, os.O_RDWR)
+        except FileNotFoundError:
+            return
+        self._take(fd)
+
+    def follow(self, fd: int) -> None:
+        """Lock the file of this descriptor instead, which may be another one by now. Raise as before.
+
+        The descriptor itself may be passed on, and would keep the lock: the file is opened once more.
+        """
+        found = os.fstat(fd)
+        if self._fd >= 0 and os.path.samestat(found, os.fstat(self._fd)):
+            return
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._take(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))
+
+    def _take(self, fd: int) -> None:
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        except (BlockingIOError, PermissionError):
+            os.close(fd)
+            raise ArenaInUse(f"{self._what} is held by another daemon, whose lock file was deleted") from None
+        self._fd = fd
