@@ -92,12 +92,13 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Draws tests until their time is spent: `long(seconds=...)` says what each takes without other load.
 
-    Those with `always=True` come first, then one case of each test before any other of it.
+    Those with `always=True` come first, then one case of each test before any other of it. They also run first, so that
+    a slow machine does not skip them.
     """
     left = config.getoption("--sample-seconds")
     if left is None:
         return
-    shuffled, turns, chosen = sorted(items, key=lambda item: item.nodeid), Counter[str](), set[pytest.Item]()
+    shuffled, turns, chosen = sorted(items, key=lambda item: item.nodeid), Counter[str](), dict[pytest.Item, bool]()
     random.Random(RUN_SEED).shuffle(shuffled)
     drawn = list[tuple[bool, int, float, pytest.Item]]()
     for item in shuffled:
@@ -105,12 +106,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         said = marker.kwargs if (marker := item.get_closest_marker("long")) else {"seconds": 0.0}
         drawn.append((not said.get("always", False), turns[name], said.get("seconds", LONG_SECONDS), item))
         turns[name] += 1
-    for *_, seconds, item in sorted(drawn, key=lambda one: one[:2]):
+    for sometimes, _, seconds, item in sorted(drawn, key=lambda one: one[:2]):
         if seconds <= left:
             left -= seconds
-            chosen.add(item)
+            chosen[item] = sometimes
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
+    items[:] = sorted((item for item in items if item in chosen), key=chosen.__getitem__)
 
 
 _BEGAN = pytest.StashKey[float]()

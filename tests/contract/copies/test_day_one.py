@@ -27,7 +27,7 @@ from tests.rigs.seeds import RUN_SEED
 CORRECTNESS = [step for step in STEPS if 1 <= step.number <= 5]
 
 
-# The rehearsal (tests/unit/project/test_day_one.py) runs drawn cases of each step on a stand-in in each `make test`.
+# The rehearsal (tests/unit/project/test_day_one.py) runs drawn cases of each step on a stand-in in each sample.
 @pytest.fixture(params=[pytest.param("stand-in", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.gpu)])
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     if request.param == "cuda" and not torch.cuda.is_available():

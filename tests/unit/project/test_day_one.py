@@ -151,7 +151,11 @@ DRAWN = 2
 
 @pytest.mark.requirement("I1")
 @pytest.mark.parametrize(
-    "cases", [DRAWN, pytest.param(None, marks=pytest.mark.long(seconds=130))], ids=["drawn", "all"]
+    "cases",
+    [
+        pytest.param(DRAWN, id="drawn", marks=pytest.mark.long(seconds=35, always=True)),
+        pytest.param(None, id="all", marks=pytest.mark.long(seconds=130)),
+    ],
 )
 @pytest.mark.timeout(400)
 def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_path: Path, cases: int | None) -> None:
