@@ -138,12 +138,13 @@ def _fork(daemon: int, message: bytes, fds: list[int]) -> int:
     told, tell = os.pipe()
     middle = os.fork()
     if not middle:
+        middle = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
             pid = -(error.errno or errno.EIO)
         if not pid:
-            _become(daemon, message, fds)
+            _become(daemon, middle, message, fds)
         os.write(tell, str(pid).encode())
         os._exit(0)
     os.close(tell)
@@ -152,13 +153,14 @@ def _fork(daemon: int, message: bytes, fds: list[int]) -> int:
         return int(answer.read())  # to the end: until the child has closed what is not its own
 
 
-def _become(daemon: int, message: bytes, fds: list[int]) -> NoReturn:
+def _become(daemon: int, middle: int, message: bytes, fds: list[int]) -> NoReturn:
     code: Any = 1
     try:
-        middle = os.getppid()
         command, numbers, environment, directory, umask, mask = pickle.loads(message)
-        while os.getppid() == middle != daemon:  # until what forked this one has ended
+        while os.getppid() == middle:  # until what forked this one has ended
             time.sleep(0.0002)
+        if os.getppid() != daemon:  # which was killed just now
+            sys.exit(0)
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -153,7 +154,17 @@ def without_room() -> None:
         spawn("")
 
 
-@pytest.mark.parametrize("job", [limits_and_mask, failing, not_preloaded, without_room])
+def orphaned() -> None:
+    """The daemon is killed while its child is made, which then waits for nobody."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    orphan = os.fork()
+    if not orphan:
+        forked_children._become(gone.pid, gone.pid, pickle.dumps(((), (), {}, "/", 0, ())), [])
+    assert os.waitpid(orphan, 0) == (orphan, 0)
+
+
+@pytest.mark.parametrize("job", [limits_and_mask, failing, not_preloaded, without_room, orphaned])
 def test_children_of_a_copy_are_as_popen_would_start_them(job: Callable[[], None]) -> None:
     if job is without_room and os.getuid():
         pytest.skip("another user's limit of processes needs root")
