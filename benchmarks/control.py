@@ -26,8 +26,8 @@ from benchmarks.report import Report, arguments
 
 ENGINES: Final = (1, 4, 16)
 FEW_OBJECTS: Final = 10_000
-SAMPLE_OBJECTS: Final = 4096
 PROMPT_CHUNKS: Final = 16
+SAMPLE_PROMPTS: Final = 256
 STORE_US_MAX, DISK_WRITE_US_MAX, LOAD_US_MAX, GROWTH_MAX = 50.0, 200.0, 0.5, 1.2
 _DISK_RAM: Final = "640MiB"
 _DISK_CONFIG: Final = """
@@ -38,6 +38,10 @@ path = "{path}"
 capacity = "2GiB"
 write = "commit"
 """
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [tuple(random.randbytes(16) for _ in range(PROMPT_CHUNKS)) for _ in range(count)]
 
 
 class Load:
@@ -65,20 +69,16 @@ class Load:
         while any(tier.queued_objects for tier in self._status().tiers):
             time.sleep(0.05)
 
-    def prompts(self, objects: int) -> list[Prompt]:
-        return [tuple(random.randbytes(16) for _ in range(PROMPT_CHUNKS)) for _ in range(objects // PROMPT_CHUNKS)]
-
     def store(self, chosen: Sequence[Prompt]) -> int:
         """In parts, as much as the engines' credit permits."""
-        part = SAMPLE_OBJECTS // PROMPT_CHUNKS
-        for at in range(0, len(chosen), part):
-            self._engines.reserve(chosen[at : at + part])
+        for at in range(0, len(chosen), SAMPLE_PROMPTS):
+            self._engines.reserve(chosen[at : at + SAMPLE_PROMPTS])
             self._engines.commit()
         return len(chosen) * PROMPT_CHUNKS
 
     def costs(self, resident: Sequence[Prompt]) -> dict[str, float]:
         """Return the microseconds of each call, with these prompts in RAM. Fresh ones are stored."""
-        fresh = self.prompts(SAMPLE_OBJECTS)
+        fresh = prompts(SAMPLE_PROMPTS)
 
         def reserve() -> int:
             self._engines.reserve(fresh)
@@ -90,8 +90,8 @@ class Load:
 
         reserve_us = self.cost_us(reserve)
         commit_us = self.cost_us(commit)
-        part = SAMPLE_OBJECTS // PROMPT_CHUNKS
-        known = self._engines.locate(random.sample(resident, min(len(resident), 4 * part)))[:part]
+        sample = random.sample(resident, min(len(resident), 4 * SAMPLE_PROMPTS))
+        known = self._engines.locate(sample)[:SAMPLE_PROMPTS]
         locate_us = self.cost_us(lambda: len(self._engines.locate(known)) * PROMPT_CHUNKS)
         acquire_us, release_us = self.load_us(known)
         return {
@@ -130,15 +130,15 @@ def in_ram(objects: int, engines: int) -> dict[str, float]:
     ram = capacity_for(objects * ROW_BYTES_MEAN * 9 // 8)
     found: dict[str, float] = {}
     with loaded(engines, f"{ram >> 20}MiB") as (load, node):
-        resident = load.prompts(FEW_OBJECTS)
+        resident = prompts(FEW_OBJECTS // PROMPT_CHUNKS)
         load.store(resident)
         for name, count in (("few", 0), ("many", objects - FEW_OBJECTS)):
-            more = load.prompts(count)
+            more = prompts(count // PROMPT_CHUNKS)
             load.store(more)
             resident += more
             found |= {f"{call}_{name}": us for call, us in load.costs(resident).items()}
-        load.store(load.prompts(node.arena_bytes // ROW_BYTES_MEAN - len(resident) * PROMPT_CHUNKS))
-        latest = load.prompts(4 * SAMPLE_OBJECTS)
+        load.store(prompts(node.arena_bytes // ROW_BYTES_MEAN // PROMPT_CHUNKS - len(resident)))
+        latest = prompts(4 * SAMPLE_PROMPTS)
         load.store(latest)
         found |= {f"{call}_full": us for call, us in load.costs(latest).items()}
     return found
@@ -152,9 +152,9 @@ def with_a_disk(engines: int) -> dict[str, float]:
         disk.mkdir()
         config.write_text(_DISK_CONFIG.format(path=disk))
         with loaded(engines, _DISK_RAM, config) as (load, node):
-            first = load.prompts(SAMPLE_OBJECTS)
+            first = prompts(SAMPLE_PROMPTS)
             found["store_on_disk"] = load.cost_us(lambda: load.store(first))
-            load.store(load.prompts(node.arena_bytes * 3 // 2 // ROW_BYTES_MEAN))
+            load.store(prompts(node.arena_bytes * 3 // 2 // ROW_BYTES_MEAN // PROMPT_CHUNKS))
             found["load_from_disk"], _ = load.load_us(first)
     return found
 
@@ -177,7 +177,7 @@ def main() -> None:
     if not options.disk:
         judge(report, rows)
         report.note("objects", options.objects)
-    report.note("objects of each figure", SAMPLE_OBJECTS)
+    report.note("objects of each figure", SAMPLE_PROMPTS * PROMPT_CHUNKS)
     report.finish(options.json)
 
 

@@ -13,6 +13,7 @@ from kvdepot.server.platform.own_files import open_own
 
 LOCK_SUFFIX = ".lock"
 _FLOCK = struct.Struct("hhqqi4x")
+_WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 def lock_holder(path: Path) -> int | None:
@@ -22,14 +23,22 @@ def lock_holder(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, *_ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+        kind, *_ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WHOLE_FILE))
         text = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
     finally:
         os.close(fd)
     if kind == fcntl.F_UNLCK:
         return None
     return int(text) if text.isdecimal() else 0
+
+
+def _lock(fd: int) -> bool:
+    """Return whether the lock was taken: an OFD lock, which ends with the open file. Raise OSError."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody holds it
+        return False
+    return True
 
 
 class FileLock:
@@ -42,13 +51,11 @@ class FileLock:
         """Take the lock. Raise ArenaInUse, which names the holder, and OSError for a file that cannot be opened."""
         self.path = path
         self._fd = open_own(path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody holds it
+        if not _lock(self._fd):
             holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
             os.close(self._fd)
             who = f"the daemon with pid {holder}" if holder else "another daemon"
-            raise ArenaInUse(f"{what} is held by {who} (lock {path})") from None
+            raise ArenaInUse(f"{what} is held by {who} (lock {path})")
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -95,9 +102,7 @@ class InodeLock:
         self._take(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))
 
     def _take(self, fd: int) -> None:
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        except (BlockingIOError, PermissionError):
+        if not _lock(fd):
             os.close(fd)
-            raise ArenaInUse(f"{self._what} is held by another daemon, whose lock file was deleted") from None
+            raise ArenaInUse(f"{self._what} is held by another daemon, whose lock file was deleted")
         self._fd = fd

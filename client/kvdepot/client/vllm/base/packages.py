@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from itertools import chain
 from typing import Final
 
 from kvdepot.client.vllm.base import plugin
@@ -74,7 +75,7 @@ def computing_packages() -> dict[str, str]:
         for point in entry_points(group=group)
         if point.value != plugin.ENTRY_POINT
     }
-    return {"transformers": version("transformers")} | _installed(_all(ON_ANY_DEVICE)) | plugins
+    return {"transformers": version("transformers")} | _installed(chain.from_iterable(ON_ANY_DEVICE.values())) | plugins
 
 
 def gpu_packages() -> dict[str, str]:
@@ -82,7 +83,7 @@ def gpu_packages() -> dict[str, str]:
 
     Their kernels compute KV, reduce it over ranks, or make what a model computes with: weights and frames of videos.
     """
-    return _installed((*_all(ON_GPUS), *_GPU_LIBRARIES))
+    return _installed(chain(*ON_GPUS.values(), _GPU_LIBRARIES))
 
 
 def picture_packages() -> dict[str, str]:
@@ -91,10 +92,6 @@ def picture_packages() -> dict[str, str]:
     vLLM names a picture by its bytes as they came, so its KV depends on them. Of sounds it names the samples.
     """
     return _installed(_OF_PICTURES)
-
-
-def _all(modules: Mapping[str, tuple[str, ...]]) -> list[str]:
-    return [name for names in modules.values() for name in names]
 
 
 def _installed(names: Iterable[str]) -> dict[str, str]:

@@ -60,7 +60,7 @@ def imported_by(tree: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def tops(names: Iterable[str]) -> set[str]:
-    return {name.partition(".")[0].strip() for name in names}
+    return {name.split(" as ")[0].partition(".")[0].strip() for name in names}
 
 
 def imports_of(package: Path) -> dict[str, str]:
@@ -77,7 +77,7 @@ def imports_of(package: Path) -> dict[str, str]:
         for name in tops(one or two for one, two in BY_NAME.findall(text)) - own:
             found[name] = str(path.relative_to(package))
         written = [name for one, several in STATEMENT.findall(text) for name in (one, *several.split(","))]
-        for name in tops(name.split(" as ")[0].strip() for name in written) - own:
+        for name in tops(written) - own:
             likely.setdefault(name, []).append(path)
     parsed = cache(lambda path: tops(imported_by(ast.parse(path.read_text()).body)))
     for name in likely.keys() - found.keys():
