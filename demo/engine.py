@@ -38,6 +38,7 @@ class Completion:
 
     name: str
     tokens: tuple[int, ...] = ()
+    leads: tuple[float, ...] = ()  # log probability of each token less the next likely one's; empty if not asked for
     cached_tokens: int = 0
     first_token_seconds: float = 0.0
     seconds: float = 0.0
@@ -240,6 +241,7 @@ class Engine:
         *,
         names: Sequence[str] = (),
         serial: bool = False,
+        leads: bool = False,
         params: dict[str, Any] | None = None,
         adapter: Adapter | None = None,
     ) -> Future[Any]:
@@ -250,11 +252,14 @@ class Engine:
             {"name": name, "prompt": list(ids), "params": params, "lora": lora}
             for name, ids in zip(names, prompts, strict=True)
         ]
-        return self._send("generate", requests=requests, max_tokens=max_tokens, serial=serial)
+        return self._send("generate", requests=requests, max_tokens=max_tokens, serial=serial, leads=leads)
 
     def finish(self, begun: Future[Any], timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> list[Completion]:
         answers = self._result(begun, timeout_seconds)
-        completions = [Completion(**answer | {"tokens": tuple(answer.get("tokens", ()))}) for answer in answers]
+        completions = [
+            Completion(**answer | {name: tuple(answer.get(name, ())) for name in ("tokens", "leads")})
+            for answer in answers
+        ]
         self._finished += sum(1 for completion in completions if completion.finish_reason == "length")
         return completions
 

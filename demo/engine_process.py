@@ -128,14 +128,16 @@ class EngineService:
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
-    async def do_generate(self, requests: list[dict[str, Any]], max_tokens: int, serial: bool) -> list[dict[str, Any]]:
+    async def do_generate(
+        self, requests: list[dict[str, Any]], max_tokens: int, serial: bool, leads: bool
+    ) -> list[dict[str, Any]]:
         if serial:
-            return [await self._complete(request, max_tokens) for request in requests]
-        return list(await asyncio.gather(*(self._complete(request, max_tokens) for request in requests)))
+            return [await self._complete(request, max_tokens, leads) for request in requests]
+        return list(await asyncio.gather(*(self._complete(request, max_tokens, leads) for request in requests)))
 
-    async def _complete(self, request: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    async def _complete(self, request: dict[str, Any], max_tokens: int, leads: bool) -> dict[str, Any]:
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True,
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2 if leads else None,
             extra_args={"kv_transfer_params": request["params"]} if request["params"] is not None else None,
         )  # fmt: skip
         started = time.perf_counter()
@@ -152,6 +154,7 @@ class EngineService:
         return {
             "name": name,
             "tokens": list(last.outputs[0].token_ids),
+            "leads": [_lead(likely) for likely in last.outputs[0].logprobs or ()],
             "finish_reason": last.outputs[0].finish_reason,
             "cached_tokens": last.num_cached_tokens,
             "params": last.kv_transfer_params,
@@ -182,6 +185,11 @@ class EngineService:
                 raise TimeoutError(f"vLLM has counted {self._totals.finished} of {finished} finished requests")
             await asyncio.sleep(0.002)
         return self._totals.as_json()
+
+
+def _lead(likely: dict[int, Any]) -> float:
+    first, second, *_ = sorted((one.logprob for one in likely.values()), reverse=True)
+    return float(first - second)
 
 
 async def _serve(arguments: dict[str, Any], answers: TextIO) -> None:

@@ -58,7 +58,7 @@ class Toy:
 
 
 DENSE = Toy("dense", "Qwen3Config", _COMMON, "float32", chunk_tokens=256)
-"""Attention only; float32, where cold, local and external runs agree exactly however a batch was cut."""
+"""Attention only; float32, where log probabilities differ by at most 0.0001, however a batch was cut (docs/soak.md)."""
 
 HYBRID = Toy(
     "hybrid",

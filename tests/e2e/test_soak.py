@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 from kvdepot.core.report import DaemonStatus
 
+from demo.engine import Completion
 from demo.toys import prompt
 from tests.e2e.fleet import TRIES, Fleet
 from tests.rigs.seeds import RUN_SEED
 from tests.soak.engines import MIB, SOAKED, soak_fleet
-from tests.soak.judge import Memory
+from tests.soak.judge import LEAD_MIN, OUTPUT_TOKENS, Memory, sure_tokens, token_trouble
 from tests.soak.soak import Soak
 
 SOAKS = [
@@ -30,6 +31,23 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Soak, Fleet
             yield soak, fleet
         finally:
             soak.close()
+
+
+def test_tokens_are_compared_up_to_the_first_that_rounding_may_choose() -> None:
+    tokens = tuple(range(OUTPUT_TOKENS))
+    leads = (0.3,) * OUTPUT_TOKENS
+    assert sure_tokens(Completion("cold", tokens, leads)) == tokens
+    close = (*leads[:23], LEAD_MIN / 2, *leads[24:])
+    cold = sure_tokens(Completion("cold", tokens, close))
+    assert cold == tokens[:23]
+    after, before = (*tokens[:23], 99, *tokens[24:]), (*tokens[:22], 99, *tokens[23:])
+    assert not token_trouble(Completion("r", after, finish_reason="length"), cold)
+    assert "cold" in token_trouble(Completion("r", before, finish_reason="length"), cold)
+    assert "cold" in token_trouble(Completion("r", (99,), finish_reason="abort"), cold)
+    assert not token_trouble(Completion("r", tokens[:5], finish_reason="abort"), cold)
+    assert not token_trouble(Completion("r", finish_reason="abort"), cold)
+    assert token_trouble(Completion("r", tokens[:5], finish_reason="length"), cold)
+    assert token_trouble(Completion("r", tokens, error="failed"), cold)
 
 
 @pytest.mark.requirement("P7")
@@ -102,7 +120,9 @@ def test_nothing_differs_fails_or_is_left_over_when_engines_and_daemons_are_kill
     done = ("requests aborted", "cache resets", "daemons killed", "engines killed", "preemptions")
     assert all(outcome.counts[what] for what in done), outcome.counts
     assert outcome.counts["requests"] >= requests_min
-    assert outcome.counts["requests compared with a cold run"] >= requests_min / 4
+    compared = outcome.counts["requests compared with a cold run"]
+    assert compared >= requests_min / 4
+    assert outcome.counts["tokens compared with a cold run"] >= compared * OUTPUT_TOKENS / 4
     assert {name for name, found in outcome.audits.items() if found.loaded_blocks} == set(outcome.audits)
     assert outcome.rises_mib or seconds < Memory.LIFE_SECONDS_MIN, (
         "no process lived long enough to see whether its memory is flat"
