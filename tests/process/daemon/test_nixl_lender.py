@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from kvdepot.server.config.peers import Peers
 from kvdepot.server.daemon import peer_source
 from kvdepot.server.io.peer_client import Peer
 from kvdepot.server.io.peer_wire import Borrow, Lane, Leased, Lent, Locate, Located, Pull, Refusal, Refused
 
 from tests.rigs.live_peer_source import FILL, OBJECT_BYTES, Live, live, run
 from tests.rigs.patience import patient, until
+from tests.rigs.peer_fleet import PEER
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +146,32 @@ def test_a_lender_that_dies_is_replaced_by_one_with_other_metadata(tmp_path: Pat
             assert after.lender.digest != before.lender.digest
             peer.close()
             await one.none_lent()
+
+    run(test)
+
+
+@pytest.mark.requirement("S3")
+def test_the_lender_is_replaced_when_a_peer_is_none_any_more(tmp_path: Path) -> None:
+    """Who has borrowed knows where RAM is, and NIXL takes nothing back."""
+
+    async def test() -> None:
+        async with live(tmp_path, lends=True) as one:
+            first = await lending(one)
+            peer = one.peer(Lane.NIXL)
+            before = await borrowed(peer, one)
+            one.source.configure(Peers({PEER: None, "DNS:another": None}))
+            assert lender_of(one) == first, "nobody has lost a right"
+            one.source.configure(Peers({"DNS:another": None}))
+            assert lender_of(one) is None, "nothing is lent meanwhile"
+            await until(lambda: lender_of(one) not in (None, first), "another one has started")
+            assert await asyncio.to_thread(peer.give_back)
+            assert await asyncio.to_thread(peer.ask, Borrow(one.name(0))) == Refused(Refusal.NOT_ALLOWED)
+            peer.close()
+            one.source.configure(Peers({PEER: None, "DNS:another": None}))
+            after = await borrowed(peer, one)
+            assert after.lender.digest != before.lender.digest
+            assert one.counters.get("peer_lenders.crashed") == 0
+            peer.close()
 
     run(test)
 

@@ -12,13 +12,16 @@ from unittest.mock import Mock
 import pytest
 from kvdepot.core.calls import ROOT_KEY
 from kvdepot.core.errors import ConfigError, NoRoom
+from kvdepot.server.config.peers import Peers
 from kvdepot.server.daemon import peer_source
+from kvdepot.server.depot.loads.peer_reads import Done
 from kvdepot.server.depot.sessions.workers import Workers
 from kvdepot.server.io.peer_wire import Leased, Locate, Pull, Refusal, Refused
 from kvdepot.server.storage.base import ObjectName
 
 from tests.rigs.live_peer_source import FILL, KEYS, OBJECT_BYTES, Live, live, run
 from tests.rigs.patience import patient, until
+from tests.rigs.peer_fleet import PEER
 from tests.rigs.stopping import stop
 
 
@@ -215,6 +218,32 @@ def test_what_is_gone_or_another_object_is_said_by_name(tmp_path: Path) -> None:
             one.rig.depot.deletion(one.client.namespace, KEYS[1]).run_once()
             assert await asyncio.to_thread(peer.ask, Pull(name)) == Refused(Refusal.GONE)
             assert await one.pulled(peer) == bytes([FILL]) * OBJECT_BYTES, "the connection goes on"
+            peer.close()
+
+    run(test)
+
+
+@pytest.mark.requirement("S3", "S4")
+@pytest.mark.parametrize(("peers", "why"), [({}, Refusal.NOT_ALLOWED), ({PEER: "another tenant"}, Refusal.GONE)])
+def test_who_is_no_peer_any_more_gets_nothing_that_was_read_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: dict[str, str | None], why: Refusal
+) -> None:
+    async def test() -> None:
+        async with live(tmp_path) as one:
+            reads: list[Done] = []
+
+            def read(_: str | None, __: ObjectName, done: Done) -> bool:
+                reads.append(done)
+                return True
+
+            monkeypatch.setattr(one.leases, "read", read)
+            peer = one.peer()
+            asked = asyncio.create_task(asyncio.to_thread(peer.ask, Pull(one.name(0))))
+            await until(lambda: bool(reads), "a disk is read for it")
+            one.source.configure(Peers(peers))
+            reads.pop()(None)
+            assert await asked == Refused(why)
+            assert one.counters.get("peer_pulls.whole") == 0 == len(one.leases)
             peer.close()
 
     run(test)

@@ -8,7 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from kvdepot.server.config.peers import Peers
 from kvdepot.server.daemon import peer_summaries
+from kvdepot.server.depot.loads.peer_leases import PeerChunks
 from kvdepot.server.io.chunk_words import words_of_names
 from kvdepot.server.io.peer_client import Peer
 from kvdepot.server.io.peer_summary import Filter
@@ -17,6 +19,7 @@ from kvdepot.server.io.peer_wire import Refusal, Refused, Reply, Summarize, Summ
 from tests.rigs.engine_rig import ARENA_ID, path
 from tests.rigs.live_peer_source import FILL, KEYS, OBJECT_BYTES, Live, live, run
 from tests.rigs.patience import until
+from tests.rigs.peer_fleet import PEER
 
 
 async def summary(peer: Peer, version: int = 0) -> Reply:
@@ -74,6 +77,25 @@ def test_who_is_no_peer_gets_no_summary(tmp_path: Path) -> None:
             assert await summary(peer) == Refused(Refusal.NOT_ALLOWED)
             await one.counted("peer_refused_connections.not_allowed")
             assert one.counters.get("peer_given_summaries.new") == 0
+
+    run(test)
+
+
+@pytest.mark.requirement("S3", "S7")
+@pytest.mark.parametrize("peers", [{}, {PEER: "another tenant"}])
+def test_who_is_no_peer_any_more_gets_no_summary_that_was_gathered_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: dict[str, str | None]
+) -> None:
+    async def test() -> None:
+        async with live(tmp_path) as one:
+            chunks = one.leases.chunks
+
+            def gathered(tenant: str | None) -> PeerChunks:
+                one.source.configure(Peers(peers))
+                return chunks(tenant)
+
+            monkeypatch.setattr(one.leases, "chunks", gathered)
+            assert await summary(one.peer()) == Refused(Refusal.NOT_ALLOWED)
 
     run(test)
 

@@ -40,6 +40,7 @@ class NixlLender:
         self._backoff = Backoff()
         self._respawn: asyncio.TimerHandle | None = None
         self._closed = False
+        self._replaced = False
         self._died = asyncio.Event()
         self.lender: Lender | None = None
         """From which readers may read now."""
@@ -69,6 +70,16 @@ class NixlLender:
         if on != self._serving:
             self._serving = on
             self._tell()
+
+    def replace(self) -> None:
+        """Have another process lend, with another agent: what readers know of the one of before says nothing any more.
+
+        Nothing else ends what NIXL has let a reader do (ADR 82).
+        """
+        if self._child is not None:
+            self.lender = None
+            self._replaced = True
+            self._child.kill()
 
     async def close(self) -> None:
         """End the process, and wait for its death for a second."""
@@ -111,7 +122,12 @@ class NixlLender:
     def died(self, status: int) -> None:
         self._child, self.lender = None, None
         self._died.set()
+        replaced, self._replaced = self._replaced, False
         if self._closed:
+            return
+        if replaced:
+            self._log.info("peers: the process that lends over NIXL is replaced, because a peer is none any more")
+            self.start()
             return
         self._count("peer_lenders.crashed", 1)
         self._backoff.ran(self._loop.time() - self._started_at)

@@ -146,8 +146,11 @@ class PeerSource:
             self._lender.start()
 
     def configure(self, peers: Peers) -> None:
-        """Let others ask from now on."""
+        """Let others ask from now on. Who has borrowed over NIXL could read RAM until the process that lends ends."""
+        gone = self._peers.tenants.keys() - peers.tenants.keys()
         self._peers = peers
+        if gone and self._lender is not None:
+            self._lender.replace()
 
     async def close(self) -> None:
         """End the process that sends. What it was lent is free when its death is proven, within a second."""
@@ -278,7 +281,12 @@ class PeerSource:
             self._count("peer_refused_connections.not_allowed", 1)
             self._answer(number, Refused(Refusal.NOT_ALLOWED))
             return
-        gathers = self._summaries.ask(tenant, partial(self._answer, number))
+
+        def gathered(words: Gathered) -> None:
+            same = self._peers.tenant_of(names) == (True, tenant)  # else a reload has come meanwhile
+            self._answer(number, words if same else Refused(Refusal.NOT_ALLOWED))
+
+        gathers = self._summaries.ask(tenant, gathered)
         self._count(f"peer_given_summaries.{'new' if gathers else 'kept'}", 1)
 
     def _locate(self, question: AskLocate) -> Located | Refused:
@@ -303,7 +311,7 @@ class PeerSource:
 
         def read(why_not: Refusal | None) -> None:
             if self._child is asks:
-                self._answer(number, self._lease(tenant, question, why_not))
+                self._answer(number, self._lease(question, why_not))
 
         if self._why_not_lent(question) or not self._leases.read(tenant, question.name, read):
             read(None)
@@ -316,8 +324,11 @@ class PeerSource:
     def _why_not_lent(self, question: AskPull) -> Refusal | None:
         return Refusal.NOT_LENT if question.borrows and self._nixl is None else None
 
-    def _lease(self, tenant: str | None, question: AskPull, why_not: Refusal | None) -> Granted | Refused:
-        """`why_not`: there is a reason already."""
+    def _lease(self, question: AskPull, why_not: Refusal | None) -> Granted | Refused:
+        """Lease an object to who is a peer now. `why_not`: there is a reason already."""
+        allowed, tenant = self._peers.tenant_of(question.names)
+        if not allowed:  # a reload has come while it was read
+            return self._refused(Refusal.NOT_ALLOWED)
         lease = why_not or self._why_not_lent(question) or self._leased(tenant, question.name)
         reader = self._peers.name_of(question.names), tenant
         if isinstance(lease, Refusal):

@@ -33,6 +33,8 @@ ADDRESSES_MAX: Final = 4
 """Of one name, that are tried one after the other."""
 _CONNECT_PART: Final = 4
 """Connecting takes at most this part of the time of one step, half of the daemon's deadline: all addresses together."""
+CONNECTION_SECONDS_MAX: Final = 600.0
+"""After it a connection is made again: under the CA of that time, also with a source that never ends one."""
 _AGAIN: Final = 2
 """Times that a question is asked: a source may close an idle connection at the moment of a question."""
 
@@ -52,6 +54,7 @@ class Peer:
         wants = settings.lane is Lane.NIXL and not no_nixl
         self._protocols = [ALPN_NIXL, ALPN] if wants else [ALPN]
         self._connection: ssl.SSLSocket | None = None
+        self._ends_at = 0.0
         self._last_context: ssl.SSLContext | None = None
 
     def use(self, settings: PeerSettings) -> None:
@@ -59,9 +62,12 @@ class Peer:
         self._settings = settings
 
     def connect(self) -> None:
-        """Connect, and check who answers."""
+        """Connect, unless there is a connection that is not too old, and check who answers."""
+        if self._connection is not None and time.monotonic() >= self._ends_at:
+            self.close()
         if self._connection is None:
             self._connection = self._connected()
+            self._ends_at = time.monotonic() + CONNECTION_SECONDS_MAX
 
     def lends(self) -> bool:
         """Connect, and return whether the source lends over NIXL, and this process may borrow."""
@@ -81,9 +87,10 @@ class Peer:
         """Return the answer. If it is `Leased`, `receive` has to take all of the object next; `Lent`: `give_back`."""
         frame = FROM_READER.pack(question)
         for left in reversed(range(_AGAIN)):
-            used = self._connection is not None
+            before = self._connection
             self.connect()
             assert self._connection is not None
+            used = self._connection is before
             self._until = time.monotonic() + self._answer_seconds
             try:
                 self._connection.sendall(frame)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kvdepot.server.io import peer_client
 from kvdepot.server.io.peer_client import Peer
 from kvdepot.server.io.peer_wire import Locate, Located, PeerSettings, Summarize
 
@@ -119,6 +120,21 @@ def test_a_renewal_that_is_half_done_costs_no_connection_and_one_that_is_done_is
     assert connect() != first
     files[1].unlink()
     assert connect() != first
+
+
+@pytest.mark.requirement("S3")
+def test_an_old_connection_is_made_again_so_that_a_source_outlives_no_change_of_the_ca(
+    peer: Peer, source: LyingSource, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_to(monkeypatch, source.port)
+    monkeypatch.setattr(peer_client, "CONNECTION_SECONDS_MAX", 0.0)
+    for number in (1, 2):
+        assert peer.ask(Locate(())) == Located(())
+        assert len(source.readers) == number
+    other = Authority.in_folder(tmp_path / "other", "ca")
+    authority.pem.write_bytes(other.pem.read_bytes())
+    with pytest.raises(OSError, match="certificate verify failed"):
+        peer.ask(Locate(()))
 
 
 @pytest.mark.requirement("N3")
