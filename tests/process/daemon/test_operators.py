@@ -142,6 +142,22 @@ def test_roles_are_of_users_and_groups() -> None:
         assert outcomes_as(ADMIN, [], daemon.admin_socket, "GetStatus") == {"GetStatus": "permission_denied"}
 
 
+@pytest.mark.requirement("T9")
+def test_a_reload_with_an_operator_whom_this_host_does_not_have_is_refused_as_a_start_is() -> None:
+    """A start would be refused. And while a directory server is away, a reload takes no right of those it knows."""
+    config = f'[operators]\nreaders = ["{READER}"]\n'
+    with DaemonProcess(config=config) as daemon:
+        file = daemon.directory / "kvdepot.toml"
+        before = file.read_text()
+        file.write_text(before.replace(f'"{READER}"', f'"{READER}", "no-such-user"'))
+        for verb in (["reload"], ["config", "diff"]):
+            refused = kvdepotctl(daemon, *verb)
+            assert (refused.returncode, "no such user or group: no-such-user" in refused.stderr) == (1, True)
+        assert "no-such-user" not in kvdepotctl(daemon, "config", "show").stdout
+        file.write_text(before)
+        assert kvdepotctl(daemon, "reload").returncode == 0
+
+
 @pytest.mark.requirement("S3")
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
@@ -32,7 +33,7 @@ from kvdepot.server.config.capacity_check import capacity_warnings
 from kvdepot.server.config.config import DISK, Config, embedded, load
 from kvdepot.server.config.facts import facts
 from kvdepot.server.config.key_files import with_keys
-from kvdepot.server.daemon.start_checks import arena_outlook, host_problems
+from kvdepot.server.daemon.start_checks import arena_outlook, check_operators, host_problems
 from kvdepot.server.offline import verbs as offline
 from kvdepot.server.platform.logs import UnhandledErrors, make_log
 from kvdepot.server.platform.processes import read_boot_id
@@ -100,8 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return answer
     os.umask(_UMASK)
     prepare()
-    reread = None if options.config is None else lambda: with_keys(_config(options))
-    return asyncio.run(_serve(answer, reread))
+    return asyncio.run(_serve(answer, None if options.config is None else partial(_reread, options)))
 
 
 def _run(options: argparse.Namespace) -> int | Config:
@@ -261,6 +261,13 @@ def _config(options: argparse.Namespace) -> Config:
     if options.config is None:
         return embedded(overrides, variables)
     return load(options.config, overrides, variables)
+
+
+def _reread(options: argparse.Namespace) -> Config:
+    """Return the configuration for a reload, after the checks of a start of what a reload can change."""
+    config = with_keys(_config(options))
+    check_operators(config)
+    return config
 
 
 async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:

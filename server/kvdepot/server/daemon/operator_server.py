@@ -75,8 +75,6 @@ class OperatorServer:
         """Let others call from now on, and open the audit log again."""
         for calls in (self._calls, self._remote_calls):
             calls.operators = operators
-        if operators.unknown:
-            self._log.warning("operators not known on this host: %s", ", ".join(operators.unknown))
         self._audit.reopen()
 
     async def stop(self, seconds: float) -> None:

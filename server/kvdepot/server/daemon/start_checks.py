@@ -65,7 +65,7 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
         yield partial(_check_socket, config, "daemon.admin" if daemon.admin else "daemon.listen", path)
     yield partial(_check_group, config, "daemon.group", daemon.group, daemon.group_id)
     yield partial(_check_group, config, "daemon.admin_group", daemon.admin_group, daemon.admin_group_id)
-    yield partial(_check_operators, config)
+    yield partial(check_operators, config)
     yield partial(_check_tenants, config)
     yield partial(read_keys, config)
     if config.tables.audit.path:
@@ -173,7 +173,8 @@ def _check_socket(config: Config, key: str, path: Path) -> None:
         raise ConfigError(config.file, key, reason, advice="delete it") from denied
 
 
-def _check_operators(config: Config) -> None:
+def check_operators(config: Config) -> None:
+    """Raise ConfigError for a name in `[operators]` that this host does not have. A reload is refused as a start is."""
     if unknown := config.operators.unknown:
         reason = f"this host has no such user or group: {', '.join(unknown)}"
         raise ConfigError(config.file, "operators", reason, advice='write users as "alice", and groups as "@ops"')
