@@ -30,10 +30,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """`namespaces`: by name, with sizes and geometry alone."""
+    """`namespaces`: by name, with sizes and geometry alone. `cut`: its last line is not whole, and was left out."""
 
     namespaces: Mapping[str, NamespaceSpec]
     requests: tuple[Request, ...]
+    cut: bool = False
 
 
 class TraceWriter:
@@ -82,13 +83,22 @@ class TraceWriter:
 
 
 def read_trace(lines: Iterable[str]) -> Trace:
-    """Return the trace in these lines. Raise InvalidArgument, with the line's number."""
+    """Return the trace in these lines. Raise InvalidArgument, with the line's number.
+
+    A recording that was killed, or whose disk is full, ends within a line. What was recorded before it is whole.
+    """
     namespaces: dict[str, NamespaceSpec] = {}
     requests: list[Request] = []
-    number = 0
+    number, cut = 0, False
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                if number == 1 or line.endswith("\n"):
+                    raise
+                cut = True
+                break
             if number == 1:
                 _check_head(record)
             elif "hash_ids" in record:
@@ -100,7 +110,7 @@ def read_trace(lines: Iterable[str]) -> Trace:
             raise InvalidArgument(f"line {number}: {why}", advice="docs/formats/trace.md says what it has") from error
     if not number:
         raise InvalidArgument("it is empty", advice="record one with `kvdepotctl trace record`")
-    return Trace(namespaces, tuple(requests))
+    return Trace(namespaces, tuple(requests), cut)
 
 
 def coarser(trace: Trace, factor: int) -> Trace:
@@ -120,7 +130,7 @@ def coarser(trace: Trace, factor: int) -> Trace:
         sizes = {kind: planner.object_bytes(kind) for kind in planner.kinds}
         namespaces[name] = replace(spec, chunk_tokens=planner.chunk_tokens, object_bytes=sizes)
     requests = tuple(replace(one, chunks=one.chunks[factor - 1 :: factor]) for one in trace.requests)
-    return Trace(namespaces, requests)
+    return replace(trace, namespaces=namespaces, requests=requests)
 
 
 def _check_head(record: Any) -> None:

@@ -321,3 +321,17 @@ def test_a_daemon_that_gets_no_cpu_for_a_while_is_waited_for(daemon: DaemonProce
     finally:
         going_on.join()
     assert shown.returncode == 0, shown.stderr
+
+
+@pytest.mark.requirement("P10")
+@pytest.mark.parametrize("verb", ["explain {}", "ls --cursor {}", "quota set 1GiB --tenant {}", "verify --tier {}"])
+def test_an_argument_that_no_message_can_have_is_wrong_usage(daemon: DaemonProcess, verb: str) -> None:
+    refused = kvdepotctl(daemon, *(word.format(os.fsdecode(b"\xff")) for word in verb.split()))
+    assert (refused.returncode, "no message can have this argument" in refused.stderr) == (2, True), refused.stderr
+
+
+@pytest.mark.requirement("P10")
+def test_a_limit_above_all_messages_lists_everything(daemon: DaemonProcess, engine: RawEngine) -> None:
+    every = record(daemon, "ls", engine.namespace.hex(), "--limit", str(10**20))
+    assert (len(every["chunks"]), every["next_cursor"]) == (len(SHORT) + MANY, "")
+    assert len(record(daemon, "ls", "--limit", str(10**20))["namespaces"]) == 2

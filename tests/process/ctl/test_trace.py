@@ -107,6 +107,21 @@ def test_a_daemon_that_stops_ends_it_and_what_was_recorded_is_kept(new_daemon: D
     assert "Traceback" not in new_daemon.log
 
 
+def test_a_second_recording_into_a_file_is_refused_and_a_full_disk_is_named(
+    new_daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace"
+    with RawEngine(new_daemon.socket, "one") as engine, recording(new_daemon, engine, file):
+        before = file.read_text()
+        second = kvdepotctl(new_daemon, "trace", "record", str(file), "--seconds", "0.1")
+        assert (second.returncode, f"{file}: another recording" in second.stderr) == (1, True), second.stderr
+        assert file.read_text().startswith(before)
+    full = kvdepotctl(new_daemon, "trace", "record", "/dev/full", "--seconds", "0.1")
+    assert (full.returncode, full.stderr.splitlines()[0]) == (1, "Error: /dev/full: No space left on device")
+    again = kvdepotctl(new_daemon, "trace", "record", str(file), "--seconds", "0.1")
+    assert (again.returncode, file.read_text()) == (0, '{"kvdepot_trace":1}\n')
+
+
 def test_replay_says_what_kvdepotd_says_of_a_file_that_is_no_trace(new_daemon: DaemonProcess, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("{}\n")
     done = kvdepotctl(new_daemon, "trace", "replay", str(tmp_path / "trace"))

@@ -67,7 +67,8 @@ def test_a_writer_says_how_far_it_is() -> None:
         (["[]"], "line 1"),
         (['{"kvdepot_trace": 2}'], "line 1: a trace of version 1"),
         (['{"timestamp": 0, "hash_ids": []}'], "line 1"),
-        ([*_written(PART)[:1], "{"], "line 2"),
+        ([*_written(PART)[:1], "{\n"], "line 2"),
+        (['{"kvdepot_trace"'], "line 1"),
         ([*_written(PART)[:1], _written(PART)[2]], "line 2: nothing was said of namespace"),
         ([*_written(PART)[:2], _written(PART)[2].replace("[0,1]", "[0,-1]")], "line 3: -1 is no whole number"),
         ([*_written(PART)[:2], _written(PART)[2].replace("250", "1e3")], "line 3: 1000.0 is no whole number"),
@@ -82,6 +83,18 @@ def test_a_writer_says_how_far_it_is() -> None:
 def test_what_is_no_trace_is_refused_by_line(lines: list[str], why: str) -> None:
     with pytest.raises(InvalidArgument, match=why):
         read_trace(lines)
+
+
+@pytest.mark.requirement("I4")
+def test_what_was_recorded_before_the_disk_was_full_is_read() -> None:
+    """A recording that is killed ends within a line, too."""
+    lines = _written(PART)
+    last = len(lines[-1]) - 1
+    for end in range(1, last):
+        trace = read_trace([*lines[:-1], lines[-1][:end]])
+        assert (len(trace.requests), trace.cut) == (len(PART.requests) - 1, True)
+    for whole in (lines, [*lines[:-1], lines[-1][:last]]):
+        assert (len(read_trace(whole).requests), read_trace(whole).cut) == (len(PART.requests), False)
 
 
 JSON = st.recursive(

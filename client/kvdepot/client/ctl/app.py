@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 import grpc
+from kvdepot.client.ctl.commands.options import SecondsType
 from kvdepot.client.ctl.remote import EXIT_UNREACHABLE, LOCAL_VERBS, TCP, Address, Remote, chosen
 from kvdepot.client.ctl.sections import SectionedGroup
 from kvdepot.client.ctl.texts import say
@@ -82,7 +83,7 @@ class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since 
 )  # fmt: skip
 @click.version_option(package_name="kvdepot", message="kvdepotctl %(version)s")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0.01), default=5.0, show_default=True, help="Seconds to wait for an answer."
+    "--timeout", type=SecondsType(min=0.01), default=5.0, show_default=True, help="Seconds to wait for an answer."
 )
 @click.pass_context
 def cli(context: click.Context, /, timeout: float, **_: object) -> None:

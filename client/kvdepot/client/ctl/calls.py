@@ -43,6 +43,8 @@ from kvdepot.core.control import (
 from kvdepot.core.errors import InvalidArgument, KvDepotError, NotFound
 from kvdepot.core.limits import NAMESPACE_ID_BYTES
 from kvdepot.core.listing import (
+    CHUNKS_PER_PAGE_MAX,
+    NAMESPACES_PER_PAGE_MAX,
     PREFIX_DIGITS_MAX,
     Chunk,
     ChunkDescription,
@@ -104,7 +106,9 @@ class Operator:
         """Return at most `limit` entries, of one tenant or of all, and where to continue."""
         found: list[NamespaceContents] = []
         while len(found) < limit:
-            page = self._ask(ListContentsCall(prefix, limit - len(found), cursor), NamespacePage)
+            page = self._ask(
+                ListContentsCall(prefix, min(limit - len(found), NAMESPACES_PER_PAGE_MAX), cursor), NamespacePage
+            )
             found += (one for one in page.namespaces if tenant in (None, one.tenant))
             cursor = page.next_page_token
             if not cursor:
@@ -116,7 +120,9 @@ class Operator:
         found: list[Chunk] = []
         tiers: tuple[str, ...] = ()
         while len(found) < limit:
-            page = self._ask(ListChunksCall(namespace_id, prefix, limit - len(found), cursor), ChunkPage)
+            page = self._ask(
+                ListChunksCall(namespace_id, prefix, min(limit - len(found), CHUNKS_PER_PAGE_MAX), cursor), ChunkPage
+            )
             found += page.chunks
             tiers, cursor = page.tiers, page.next_page_token
             if not cursor:
@@ -196,8 +202,9 @@ class Operator:
         """Make a call that has one reply."""
         method = _method(call, reply_type)
         answering = self._channel.unary_unary(method.path, None, None)
+        request = _encoded(method, call)
         try:
-            message = answering(method.call.encode(call).SerializeToString(), timeout=self._timeout_seconds)
+            message = answering(request, timeout=self._timeout_seconds)
         except grpc.RpcError as error:
             raise _refusal(error) or error from None
         return method.reply.parse(message)
@@ -208,7 +215,7 @@ class Operator:
         Raises KvDepotError also where no reply comes for `timeout_seconds`.
         """
         method = _method(call, reply_type)
-        replies = self._channel.unary_stream(method.path, None, None)(method.call.encode(call).SerializeToString())
+        replies = self._channel.unary_stream(method.path, None, None)(_encoded(method, call))
         for message in self._watched(replies):
             yield method.reply.parse(message)
 
@@ -308,6 +315,15 @@ def _method(call: object, reply_type: type[Reply]) -> Method[Any, Reply]:
     method = BY_CALL[type(call)]
     assert method.reply_type is reply_type
     return method
+
+
+def _encoded(method: Method[Any, Any], call: object) -> bytes:
+    """Return the message of a call. Raise InvalidArgument for a text that is not UTF-8, or a number without room."""
+    try:
+        message: bytes = method.call.encode(call).SerializeToString()
+    except ValueError as error:
+        raise InvalidArgument(f"no message can have this argument: {error}") from error
+    return message
 
 
 def _refusal(error: grpc.RpcError) -> KvDepotError | None:

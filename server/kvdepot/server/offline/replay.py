@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from kvdepot.core.arena import PAGE_BYTES, ROWS_MAX
 from kvdepot.core.calls import (
     KEY_BYTES,
     ROOT_KEY,
@@ -36,6 +37,9 @@ from kvdepot.server.offline.virtual_engine import VirtualEngine
 
 _REQUEST: Final = "replayed"
 _DISK: Final = "disk"
+RAM_BYTES_MIN: Final = 1 << 20
+_ROOM: Final = 2
+"""Times what all objects take: RAM above a disk has watermarks."""
 _FRACTIONS: Final = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
@@ -85,11 +89,14 @@ class Replay:
         self._requests = trace.requests
         self._now = 0.0
         smallest = min((min(spec.object_bytes.values()) for spec in trace.namespaces.values()), default=1)
-        rows = capacity_bytes // smallest + 1
+        # More than has room for everything changes nothing, and the tables of petabytes would have no room here.
+        enough = _ROOM * (unique_bytes(trace, checkpoints=True) + PAGE_BYTES * _objects(trace))
+        capacity_bytes = min(capacity_bytes, max(enough, RAM_BYTES_MIN))
+        rows = min(capacity_bytes // smallest + 1, ROWS_MAX)
         self._disk: VirtualDisk | None = None
         disks = []
         if disk is not None:
-            self._disk = VirtualDisk(_DISK, disk.capacity_bytes, disk.capacity_bytes // smallest + 1)
+            self._disk = VirtualDisk(_DISK, disk.capacity_bytes, min(disk.capacity_bytes, enough) // smallest + 1)
             disks.append((self._disk, disk.config))
         self._virtual = VirtualEngine(
             capacity_bytes, rows, clock=lambda: self._now, eviction=eviction, disks=disks
@@ -184,10 +191,16 @@ def unique_bytes(trace: Trace, *, checkpoints: bool = False) -> int:
     return total
 
 
+def _objects(trace: Trace) -> int:
+    """Return how many different objects the trace can have."""
+    kinds = max((len(spec.object_bytes) for spec in trace.namespaces.values()), default=0)
+    return kinds * sum(len(request.chunks) for request in trace.requests)
+
+
 def capacities(trace: Trace, *, checkpoints: bool = False) -> list[int]:
     """Return useful sizes of RAM: shares of `unique_bytes`."""
     total = unique_bytes(trace, checkpoints=checkpoints)
-    return sorted({max(int(total * share), 1 << 20) for share in _FRACTIONS})
+    return sorted({max(int(total * share), RAM_BYTES_MIN) for share in _FRACTIONS})
 
 
 def recorded(trace: Trace) -> Hits:

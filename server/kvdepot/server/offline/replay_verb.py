@@ -8,18 +8,19 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.core.bars import Glyphs, bar, glyphs_for
-from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.errors import InvalidArgument, KvDepotError
 from kvdepot.core.eviction import DEFAULT_POLICY, policy_names
 from kvdepot.core.trace_file import Trace, coarser, read_trace
 from kvdepot.core.units import parse_size_bytes, percent_text, size_text
 from kvdepot.core.write_admission import DRIVE_WRITES_PER_DAY
 from kvdepot.server.depot.types import TierConfig, WritePolicy
-from kvdepot.server.offline.replay import Disk, Hits, Replay, capacities, recorded, unique_bytes
+from kvdepot.server.offline.replay import RAM_BYTES_MIN, Disk, Hits, Replay, capacities, recorded, unique_bytes
 
 if TYPE_CHECKING:
     from kvdepot.server.offline.subparsers import Subparsers
@@ -66,7 +67,7 @@ def add(verbs: Subparsers) -> None:
     )
     verb.add_argument("trace", type=Path, metavar="TRACE")
     verb.add_argument(
-        "--ram", type=_size, action="append", metavar="SIZE",
+        "--ram", type=_ram_size, action="append", metavar="SIZE",
         help="may be repeated; default: 5, 10, 25, 50 and 100 %% of the bytes of all objects of the trace",
     )  # fmt: skip
     verb.add_argument(
@@ -80,7 +81,7 @@ def add(verbs: Subparsers) -> None:
     )
     verb.add_argument(
         "--drive-writes-per-day",
-        type=float,
+        type=_drive_writes,
         default=DRIVE_WRITES_PER_DAY,
         metavar="N",
         help="the target of --write auto; 0: none",
@@ -108,9 +109,11 @@ def run(options: argparse.Namespace) -> int:
         with options.trace.open() as lines:
             trace = read_trace(lines)
         record = replayed(trace, _settings(trace, options), show=show)
-    except (InvalidArgument, OSError, UnicodeDecodeError) as error:
+    except (KvDepotError, OSError, ValueError, BrokenProcessPool) as error:
         print(f"kvdepotd {NAME}: {options.trace}: {error}", file=sys.stderr)  # noqa: T201
         return _REFUSED
+    if trace.cut:
+        print(f"kvdepotd {NAME}: {options.trace}: its last line is not whole, and is left out", file=sys.stderr)  # noqa: T201
     columns = min(max(shutil.get_terminal_size((_COLUMNS_MIN, 24)).columns, _COLUMNS_MIN), _COLUMNS_MAX)
     lines_ = report(record, columns, glyphs_for(sys.stdout.encoding if sys.stdout else None))
     print(json.dumps(record, indent=2) if options.json else "\n".join(lines_))  # noqa: T201
@@ -159,9 +162,13 @@ def replayed(
 
 
 def _replay(trace: Trace, setting: Setting) -> Hits:
-    return Replay(
-        trace, setting.ram_bytes, setting.eviction, checkpoints=setting.checkpoints, disk=setting.disk
-    ).run()  # fmt: skip
+    """Run in a process of its own. Raise ValueError for a trace that the depot refuses."""
+    try:
+        return Replay(
+            trace, setting.ram_bytes, setting.eviction, checkpoints=setting.checkpoints, disk=setting.disk
+        ).run()  # fmt: skip
+    except KvDepotError as error:  # which no other process could read
+        raise ValueError(str(error)) from None
 
 
 def _show_progress(done: int, total: int) -> None:
@@ -243,6 +250,22 @@ def _size(text: str) -> int:
         return parse_size_bytes(text)
     except InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ram_size(text: str) -> int:
+    if (size_bytes := _size(text)) < RAM_BYTES_MIN:
+        raise argparse.ArgumentTypeError(f"expected at least {size_text(RAM_BYTES_MIN)}, got {text!r}")
+    return size_bytes
+
+
+def _drive_writes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number from 0 up, got {text!r}")
+    return number
 
 
 def _factor(text: str) -> int:

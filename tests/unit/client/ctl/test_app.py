@@ -56,3 +56,21 @@ def test_wrong_usage_of_health_prints_no_verdict_because_its_code_is_that_of_an_
     wrong = CliRunner().invoke(cli, ["health", "--no-such-option"])
     assert (wrong.exit_code, wrong.stdout) == (2, "")
     assert "no-such-option" in wrong.stderr
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e300"])
+@pytest.mark.parametrize(
+    "verb", ["--timeout {} status", "top --interval {}", "drain --wait {}", "trace record - --seconds {}"]
+)
+def test_seconds_that_no_clock_has_are_wrong_usage(verb: str, seconds: str) -> None:
+    done = CliRunner().invoke(cli, ["--endpoint", "unix:///nowhere/d.sock", *verb.format(seconds).split()])
+    assert done.exit_code == 2 and "is not at most" in done.output, done.output
+
+
+def test_without_a_daemon_a_former_recording_stays(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("of a whole day")
+    done = CliRunner().invoke(
+        cli, ["--endpoint", f"unix://{tmp_path}/d.sock", "trace", "record", str(tmp_path / "trace")]
+    )
+    assert done.exit_code != 0
+    assert (tmp_path / "trace").read_text() == "of a whole day"

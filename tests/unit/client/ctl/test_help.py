@@ -73,17 +73,24 @@ def test_a_verb_takes_namespaces_and_chunks_as_one_argument() -> None:
 
 
 @pytest.mark.requirement("P10")
-@pytest.mark.parametrize("verb", ["evict", "pin", "verify", "prefetch", "epoch bump"])
+@pytest.mark.parametrize(
+    "verb", ["evict", "pin", "verify", "prefetch", "epoch bump", "loads off", "loads on", "stores off", "explain"]
+)
 def test_an_empty_name_is_wrong_usage_and_never_everything(verb: str) -> None:
     done = CliRunner().invoke(cli, ["--endpoint", "unix:///nowhere/d.sock", *verb.split(), ""])
     assert done.exit_code == 2 and "is empty" in done.output
 
 
 @pytest.mark.requirement("P10")
-@pytest.mark.parametrize("name", ["/", "/61833e"])
-def test_a_name_without_a_namespace_is_wrong_usage(name: str) -> None:
+@pytest.mark.parametrize("name", ["/", "/61833e", "1b4fd7/"])
+def test_a_name_without_a_namespace_or_without_its_chunk_is_wrong_usage(name: str) -> None:
+    operator = MagicMock()
     with pytest.raises(click.UsageError):
-        place(MagicMock(), name)
+        place(operator, name)
+    assert operator.mock_calls == []
+    for verb in (["unpin", name], ["export", name, "/nowhere/file"]):
+        done = CliRunner().invoke(cli, ["--endpoint", "unix:///nowhere/d.sock", *verb])
+        assert done.exit_code == 2 and "names no" in done.output
 
 
 @pytest.mark.requirement("P10")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -20,11 +21,12 @@ from kvdepot.core.planner import Planner
 from kvdepot.core.trace_file import Request, Trace, TraceWriter, coarser
 from kvdepot.core.traces import PART_KEY_BYTES_MAX, TracedNamespace, TracedRequest, TracePart
 from kvdepot.server.daemon import app
+from kvdepot.server.daemon.app import _parser
 from kvdepot.server.depot.loads.traces import RECORDERS_MAX, WAITING_KEY_BYTES_MAX, Traces
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.types import TierConfig, WritePolicy
 from kvdepot.server.offline.replay import Disk, Replay, capacities, recorded, unique_bytes
-from kvdepot.server.offline.replay_verb import Setting, replayed, report
+from kvdepot.server.offline.replay_verb import Setting, _settings, replayed, report
 
 GOLDEN = Path(__file__).parents[3] / "golden/replay"
 WIDTHS = (80, 120, 200)
@@ -221,6 +223,44 @@ def test_smaller_chunks_are_refused_because_they_were_not_recorded(
     with pytest.raises(SystemExit):
         app.main(["replay", str(tmp_path / "trace"), f"--chunks={chunks}"])
     assert "smaller chunks were not recorded" in capsys.readouterr().err
+
+
+@pytest.mark.requirement("I4")
+def test_a_size_far_above_the_trace_has_room_for_everything_and_takes_no_memory_for_the_rest() -> None:
+    trace = trace_of([(0, 1, 2), (0, 1, 2)])
+    disk = Disk(1 << 62, TierConfig(WritePolicy.COMMIT))
+    for room in (16 << 20, 1 << 50, 1 << 62):
+        assert Replay(trace, room, "adaptive").run().hit_tokens == 3 * CHUNK_TOKENS
+        assert Replay(trace, room, "adaptive", disk=disk).run().hit_tokens == 3 * CHUNK_TOKENS
+    huge = "".join(f"--{name}=4PiB " for name in ("ram", "disk")).split()
+    assert [one.ram_bytes for one in _settings(trace, _parser().parse_args(["replay", "x", *huge]))] == [4 << 50]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--ram=0", "--ram=1B", "--drive-writes-per-day=nan", "--drive-writes-per-day=-1", "--ram=8388608PiB"]
+)
+def test_sizes_and_targets_without_a_meaning_are_wrong_usage(
+    wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app.main(["replay", str(tmp_path / "trace"), wrong])
+    assert ended.value.code == 2 and wrong.partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.requirement("I4")
+@pytest.mark.parametrize(("before", "after"), [('"a-label"', '"\\ud800"'), ('"a-label"', f'"{"x" * 1000}"')])
+def test_what_the_depot_refuses_of_a_trace_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, after: str
+) -> None:
+    writer, namespace = TraceWriter(), TracedNamespace(bytes(16), replace(spec(ATTENTION), label="a-label"))
+    part = TracePart((namespace,), (TracedRequest(0.0, bytes(16), b"k" * 16, 0),))
+    text = "".join([writer.head(), *writer.lines(part)])
+    (tmp_path / "trace").write_text(text.replace(before, after))
+    assert app.main(["replay", str(tmp_path / "trace"), "--ram", "2MiB"]) == 2
+    assert str(tmp_path / "trace") in capsys.readouterr().err
+    (tmp_path / "trace").write_text(text[:-9])
+    assert app.main(["replay", str(tmp_path / "trace"), "--ram", "2MiB"]) == 0
+    assert "its last line is not whole" in capsys.readouterr().err
 
 
 def test_kvdepotd_replay_refuses_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.commands.options import SecondsType, json_option
 from kvdepot.client.ctl.texts import say
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _STEP_SECONDS: Final = 0.1
 @click.command()
 @click.option(
     "--wait",
-    type=click.FloatRange(min=0),
+    type=SecondsType(min=0),
     default=0.0,
     metavar="SECONDS",
     help="Wait at most this long for the drain to end.",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.commands.options import json_option, not_empty
 from kvdepot.client.ctl.explaining import record_lines, table_lines
 from kvdepot.client.ctl.texts import say
 from kvdepot.core.records import LIST_MAX
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("request_id", metavar="REQUEST_ID")
+@click.argument("request_id", metavar="REQUEST_ID", callback=not_empty)
 @json_option
 @click.pass_obj
 def explain(connection: tuple[Endpoint, float], request_id: str, as_json: bool) -> int:

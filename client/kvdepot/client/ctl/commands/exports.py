@@ -15,7 +15,7 @@ import click
 import grpc
 from kvdepot.client.bulk import BulkEngine
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.commands.options import STREAM, file_errors, json_option, parts
 from kvdepot.client.ctl.completing import Name, TierName
 from kvdepot.client.ctl.exporting import CHUNKS_MAX, Exporter, ExportProgress, export_spec, planned
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
 
 EXIT_NOT_ALL: Final = 1
-STREAM: Final = "-"
 UNFINISHED: Final = ".unfinished"
 
 
@@ -54,7 +53,7 @@ def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, 
     if file == STREAM and as_json:
         raise click.UsageError("--json needs stdout, which - uses for the export: name a FILE")
     endpoint, timeout_seconds = connection
-    namespace, _, prefix = name.partition("/")
+    namespace, prefix = parts(name)
     console = Console(stderr=True)
     with connect(*connection) as operator:
         namespace_id = operator.find_namespace(namespace)
@@ -73,7 +72,7 @@ def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, 
             int(time.time()), len(names), sum(one.raw_bytes for one in names),
         )  # fmt: skip
         engine = BulkEngine(endpoint, spec, "kvdepotctl-export", timeout_seconds=timeout_seconds)
-        with _file_errors(file), engine, _whole(file) as out:
+        with file_errors(file), engine, _whole(file) as out:
             told = Exporter(engine, operator, out, head).run(chunks, pathless)
             followed = follow(told, console, _export_bars, as_json=as_json)
             if followed.stopped:
@@ -101,16 +100,16 @@ def import_(connection: tuple[Endpoint, float], file: BinaryIO, check_only: bool
     """
     endpoint, timeout_seconds = connection
     console = Console(stderr=True)
-    with _file_errors(file.name):
+    with file_errors(file.name):
         reader = ExportReader(file)
     spec = spec_of(reader)
     shown = f"namespace {reader.head.namespace_id.hex()[:12]} ({spec.label})"
     if check_only:
-        with _file_errors(file.name):
+        with file_errors(file.name):
             followed = follow(check(reader, spec), console, _import_bars, as_json=as_json)
     else:
         engine = BulkEngine(endpoint, spec, "kvdepotctl-import", timeout_seconds=timeout_seconds)
-        with _file_errors(file.name), engine:
+        with file_errors(file.name), engine:
             followed = follow(Importer(engine, reader).run(), console, _import_bars, as_json=as_json)
     done = followed.reply
     if done is not None and not as_json:
@@ -121,15 +120,6 @@ def import_(connection: tuple[Endpoint, float], file: BinaryIO, check_only: bool
     if not check_only:
         _warn_of_evicted(connection, reader.head.namespace_id, done, console)
     return 0 if done.whole else EXIT_NOT_ALL
-
-
-@contextmanager
-def _file_errors(file: str) -> Iterator[None]:
-    """Turn errors of the file into one line: a full disk, or a pipe that nobody reads."""
-    try:
-        yield
-    except OSError as error:
-        raise click.ClickException(f"{file}: {error.strerror or error}") from error
 
 
 def _warn_of_evicted(

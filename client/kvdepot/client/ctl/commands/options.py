@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -17,6 +18,9 @@ from kvdepot.core.units import parse_rate_bytes_per_second
 if TYPE_CHECKING:
     from kvdepot.client.ctl.calls import Operator
 
+SECONDS_MAX: Final = 366 * 86_400.0
+STREAM: Final = "-"
+"""A file's name that stands for stdin or stdout."""
 FC = TypeVar("FC", bound=Callable[..., Any])
 
 
@@ -31,6 +35,14 @@ class RateType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         except InvalidArgument as error:
             self.fail(str(error), param, ctx)
         return rate or self.fail("expected a rate above 0, for example 256MiB/s", param, ctx)
+
+
+class SecondsType(click.FloatRange):
+    """A number of seconds that clocks and gRPC can represent. Click takes `nan` for a number of any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        return seconds if seconds <= SECONDS_MAX else self.fail(f"{value} is not at most {SECONDS_MAX:.0f}", param, ctx)
 
 
 TABLE: Final = "table"
@@ -66,10 +78,10 @@ def output_option(*tables: str) -> Callable[[FC], FC]:
 json_option = output_option()
 
 
-def _not_empty(ctx: click.Context, param: click.Parameter, value: str) -> str:
+def not_empty(ctx: click.Context, param: click.Parameter, value: str) -> str:
     """Refuse an empty name: a script whose variable is not set does not mean everything."""
     if not value and ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
-        raise click.BadParameter("is empty; leave it out, or name a namespace", ctx, param)
+        raise click.BadParameter("is empty; leave it out, or name something", ctx, param)
     return value
 
 
@@ -81,18 +93,38 @@ def name_argument(*, required: bool = True, chunks: bool = True) -> Callable[[FC
         "name",
         metavar=metavar if required else f"[{metavar}]",
         type=Name(chunks=chunks),
-        callback=_not_empty,
+        callback=not_empty,
         **default,
     )
 
 
 def place(operator: Operator, name: str) -> tuple[bytes, bytes]:
     """(namespace id, key), empty where they are not named. Raises NotFound, or InvalidArgument."""
-    namespace, _, prefix = name.partition("/")
-    if name and not namespace:
-        raise click.UsageError(f"{name!r} names no namespace")
+    namespace, prefix = parts(name)
     namespace_id = operator.find_namespace(namespace) if namespace else b""
     return namespace_id, operator.find_chunk(namespace_id, prefix) if prefix else b""
+
+
+def parts(name: str) -> tuple[str, str]:
+    """Return NAMESPACE and KEY of a name, empty where there are none. Raise UsageError for an empty side of a slash.
+
+    A script whose variable for KEY is not set does not mean the whole namespace.
+    """
+    namespace, slash, prefix = name.partition("/")
+    if slash and not namespace:
+        raise click.UsageError(f"{name!r} names no namespace")
+    if slash and not prefix:
+        raise click.UsageError(f"{name!r} names no chunk; leave out the / to name the whole namespace")
+    return namespace, prefix
+
+
+@contextmanager
+def file_errors(file: str) -> Iterator[None]:
+    """Turn errors of the file into one line: a full disk, or a pipe that nobody reads."""
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(f"{file}: {error.strerror or error}") from error
 
 
 def confirm(question: str) -> None:

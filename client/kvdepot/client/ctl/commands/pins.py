@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option, name_argument, place
+from kvdepot.client.ctl.commands.options import json_option, name_argument, parts, place
 from kvdepot.client.ctl.printer import pin_text
 from kvdepot.client.ctl.texts import say
 from kvdepot.core.control import PinCall
@@ -54,7 +54,7 @@ def unpin(connection: tuple[Endpoint, float], name: str, as_json: bool) -> int:
     Removes the pin of NAMESPACE, or of the prefix that ends with its chunk KEY. Other pins stay. Both may be shortened
     while they are unique among pins.
     """
-    namespace, _, prefix = name.partition("/")
+    namespace, prefix = parts(name)
     with connect(*connection) as operator:
         found = operator.find_pin(namespace, prefix)
         not_persisted = operator.unpin(found.namespace_id, found.key)

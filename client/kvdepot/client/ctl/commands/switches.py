@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import click
 from kvdepot.client.ctl.as_json import echo_record, to_json
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option
-from kvdepot.client.ctl.completing import Name
+from kvdepot.client.ctl.commands.options import json_option, name_argument
 from kvdepot.client.ctl.texts import say
 from kvdepot.core.control import Switch, SwitchCall, switch_states
 
@@ -25,11 +24,11 @@ _HELP = """Switch {0} off or on.
 def _command(switch: Switch) -> click.Command:
     @click.command(name=switch, help=_HELP.format(switch))
     @click.argument("state", type=click.Choice(["on", "off"]))
-    @click.argument("namespace", metavar="[NAMESPACE]", type=Name(chunks=False), default="")
+    @name_argument(required=False, chunks=False)
     @json_option
     @click.pass_obj
-    def run(connection: tuple[Endpoint, float], state: str, namespace: str, as_json: bool) -> int:
-        _set(connection, switch, namespace, on=state == "on", as_json=as_json)
+    def run(connection: tuple[Endpoint, float], state: str, name: str, as_json: bool) -> int:
+        _set(connection, switch, name, on=state == "on", as_json=as_json)
         return 0
 
     return run

@@ -11,7 +11,7 @@ import click
 import grpc
 from kvdepot.client.ctl.as_json import echo_next
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.commands.options import SecondsType, json_option
 from kvdepot.client.ctl.live.history import History
 from kvdepot.client.ctl.live.polling import look
 from kvdepot.client.ctl.live.terminal import is_live
@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 
 @click.command()
 @click.option(
-    "--interval", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between two samples."
+    "--interval", type=SecondsType(min=0.1), default=2.0, show_default=True, help="Seconds between two samples."
 )
 @click.option("--count", type=click.IntRange(min=1), help="Stop after this many samples. [default: when you quit]")
 @click.option("--once", is_flag=True, help="Print one screen after one interval, and stop.")
