@@ -25,6 +25,7 @@ with contract.by_name(str(vllm_version), __file__):
         CacheConfig,
         KVTransferConfig,
         ModelConfig,
+        MultiModalConfig,
         ParallelConfig,
         SchedulerConfig,
         SpeculativeConfig,
@@ -121,7 +122,8 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
         ("disable_eagle_block_drop", "draft_load_config", "draft_model_config", "draft_parallel_config", "method",
          "num_speculative_tokens", "parallel_drafting", "use_eagle", "use_heterogeneous_vocab"),
     ),
-    (ModelConfig, ("is_hybrid",)),
+    (ModelConfig, ("is_hybrid", "is_mm_prefix_lm", "multimodal_config", "uses_mrope")),
+    (MultiModalConfig, ("is_multimodal_pruning_enabled", "mm_processor_cache_gb")),
     (SchedulerConfig, ("async_scheduling",)),
     (
         ParallelConfig,
@@ -363,19 +365,6 @@ def block_removed(hashes: list[Any], group: int, tier: Nearest) -> BlockRemoved:
 
 def is_removal(event: Any) -> bool:
     return isinstance(event, BlockRemoved)
-
-
-def counts_items(vllm_config: Any) -> bool:
-    """Whether the content of pictures, clips and sounds does not say what is computed from them.
-
-    vLLM names them by the number of their request (`_process_mm_uuids`), and the count begins again with each process.
-    Or a connector brings encoder outputs of other engines by the picture alone. Their encoders may have other weights.
-    """
-    if vllm_config.ec_transfer_config is not None:
-        return True
-    multimodal = vllm_config.model_config.multimodal_config
-    cached = vllm_config.cache_config.enable_prefix_caching
-    return multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not cached
 
 
 def adapter_loader() -> tuple[type, str]:

@@ -51,6 +51,7 @@ class RequestState:
     salt: bytes = b""  # content digest of the adapter, empty without one
     excluded: str = ""  # why it is neither stored nor served; empty if it is
     load_tokens_max: int | None = None  # limit of its user
+    keyed_tokens_max: int | None = None  # chunks beyond have no key, because it would not determine their KV
     keys: list[bytes] = field(default_factory=list)  # of chunks 0, 1, ...
     depot_id: str = field(init=False)  # its id at the daemon
     # loads
@@ -123,6 +124,8 @@ class RequestState:
         hashes, num_tokens = self.request.block_hashes, self.request.num_tokens
         per_chunk = chunk_tokens // hash_block_tokens
         known = max(min(len(hashes) // per_chunk, (num_tokens - lookahead_tokens) // chunk_tokens), 0)
+        if self.keyed_tokens_max is not None:
+            known = min(known, self.keyed_tokens_max // chunk_tokens)
         for chunk in range(len(self.keys), known):
             salt = self.salt + lookahead_salt(self.request, (chunk + 1) * chunk_tokens, lookahead_tokens)
             self.keys.append(chunk_key(hashes[(chunk + 1) * per_chunk - 1], salt))
@@ -182,7 +185,7 @@ def exclusion(request: EngineRequest, *, counts_items: bool = False) -> str:
     An identifier with an adapter's name before the digest is of a picture that the adapter's vision tower has read
     (`enable_tower_connector_lora`). vLLM keeps the tower's output by that name, also for another adapter of this name.
 
-    `counts_items`: as `compat.counts_items` says.
+    `counts_items`: as `items.counts_items` says.
     """
     if request.mm_features and counts_items:
         return "multimodal_id"
@@ -193,6 +196,11 @@ def exclusion(request: EngineRequest, *, counts_items: bool = False) -> str:
     if not all(_DIGEST.fullmatch(item.identifier) for item in request.mm_features or ()):
         return "multimodal_id"
     return ""
+
+
+def tokens_before_items(request: EngineRequest) -> int | None:
+    """Return the tokens before the first picture, clip or sound, or None if there is none."""
+    return min((item.mm_position.offset for item in request.mm_features or ()), default=None)
 
 
 def transfer_params(request: EngineRequest) -> dict[Any, Any] | None:

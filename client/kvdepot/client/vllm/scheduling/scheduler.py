@@ -25,7 +25,7 @@ from kvdepot.client.vllm.scheduling.pins import BlockHolds
 from kvdepot.client.vllm.scheduling.prefill_rate import PrefillRate
 from kvdepot.client.vllm.scheduling.provenance import Provenance
 from kvdepot.client.vllm.scheduling.request_ends import RequestEnds
-from kvdepot.client.vllm.scheduling.requests import RequestState, exclusion, load_tokens_max
+from kvdepot.client.vllm.scheduling.requests import RequestState, exclusion, load_tokens_max, tokens_before_items
 from kvdepot.client.vllm.scheduling.scheduler_stats import SchedulerStats
 from kvdepot.client.vllm.scheduling.speculative import SpeculativeAcquires
 from kvdepot.client.vllm.scheduling.store_steps import StoreSteps, Tables
@@ -77,6 +77,7 @@ class SchedulerSide:
         stores_on: whether the engine's role allows stores.
         alone: whether no other engine core and no stage of a pipeline waits for this one's steps.
         counts_items: as `exclusion` takes it.
+        keys_end_at_items: whether chunks that reach a picture, clip or sound have no key.
         ranks: digests of the facts that this side is built with.
         after_another: whether the engine may have cached blocks that this side has not seen computed.
         speculates: whether the engine verifies draft tokens.
@@ -101,6 +102,7 @@ class SchedulerSide:
         stores_on: bool = True,
         alone: bool = True,
         counts_items: bool = False,
+        keys_end_at_items: bool = False,
         ranks: Sequence[str] = (),
         after_another: bool = False,
         speculates: bool = False,
@@ -118,7 +120,7 @@ class SchedulerSide:
         self._loads_on = loads_on and settings.load_weight > 0
         self._stores_on = stores_on
         self._alone = alone
-        self._counts_items = counts_items
+        self._counts_items, self._keys_end_at_items = counts_items, keys_end_at_items
         self._computed = False  # in the step before
         self._requests: dict[str, RequestState] = {}
         self._geometry: Geometry | None = Geometry(planner.chunk_tokens, planner.groups, tuple(ranks))
@@ -168,6 +170,7 @@ class SchedulerSide:
         state = RequestState(request, self._clock(), store_epoch=self.namespaces.epoch_number)
         state.load_tokens_max = load_tokens_max(request)
         state.excluded = exclusion(request, counts_items=self._counts_items)
+        state.keyed_tokens_max = tokens_before_items(request) if self._keys_end_at_items else None
         if request.lora_request is not None:
             self._check_adapter(state, request.lora_request)
         self._requests[request.request_id] = state

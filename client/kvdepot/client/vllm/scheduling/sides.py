@@ -17,7 +17,7 @@ from kvdepot.client.session import DepotSession
 from kvdepot.client.vllm.base import compat
 from kvdepot.client.vllm.base.metadata import RankFacts
 from kvdepot.client.vllm.base.stats import KVDepotStats
-from kvdepot.client.vllm.identity import identity
+from kvdepot.client.vllm.identity import identity, items
 from kvdepot.client.vllm.identity.element_layout import element_layout
 from kvdepot.client.vllm.identity.speculation import speculation
 from kvdepot.client.vllm.identity.weights import Digests, LoraSalts, cache_path, weights_sources
@@ -135,7 +135,8 @@ class SchedulerSides:
             event_kinds=compat.event_kinds(config, self._kv_cache_config),
             loads_on=self._loads_on,
             alone=config.parallel_config.data_parallel_size == config.parallel_config.pipeline_parallel_size == 1,
-            counts_items=compat.counts_items(config),
+            counts_items=items.counts_items(config),
+            keys_end_at_items=items.items_depend_on_steps(config),
             ranks=[fact.digest for fact in facts],
             after_another=self.stepped,
             speculates=config.speculative_config is not None,

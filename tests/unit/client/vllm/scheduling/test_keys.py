@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.scheduling.requests import RequestState, depot_id
+from kvdepot.client.vllm.scheduling.requests import RequestState, depot_id, tokens_before_items
 from kvdepot.core.keys import chunk_key
 
 CHUNK, HASH_BLOCK = 32, 16
@@ -82,6 +82,15 @@ def test_a_key_covers_the_item_in_the_place_of_its_next_token() -> None:
     assert len({plain[1], begins[1], goes_on[1], other[1]}) == 4
     assert plain[0] == begins[0] == goes_on[0] == other[0]
     assert with_item("a" * 64, 65)[1] == with_item("a" * 64, 56)[1] == plain[1], "after the token, and before it"
+
+
+@pytest.mark.requirement("P2")
+@pytest.mark.parametrize(("offset", "known"), [(0, 0), (31, 0), (32, 1), (63, 1), (64, 2), (69, 2)])
+def test_chunks_that_reach_an_item_may_have_no_key(offset: int, known: int) -> None:
+    state = RequestState(request(list(range(70)), [item("b" * 64, 69, 1), item("a" * 64, offset, 1)]), 0.0)
+    state.keyed_tokens_max = tokens_before_items(state.request)
+    assert state.update_keys(CHUNK, HASH_BLOCK) == len(state.keys) == known
+    assert tokens_before_items(request([])) is None
 
 
 @pytest.mark.requirement("S6")
