@@ -21,6 +21,7 @@ import pytest
 import yaml
 from jsonschema import Draft201909Validator
 from kvdepot.client.vllm.base.settings import parse_settings
+from kvdepot.server.config import config
 
 from tests.rigs.systemd import NEEDS_SYSTEMD
 
@@ -58,6 +59,21 @@ def test_the_containers_of_the_compose_file_meet_at_the_host_s_directories() -> 
     assert services["kvdepotd"]["pid"] == "host" and services["vllm"]["group_add"] == ["10001"]
     text = (ROOT / "docs/install.md").read_text()
     assert "d /dev/shm/kvdepot 0700 10001 10001 -" in text and "d /run/kvdepot 0755 10001 10001 -" in text
+
+
+def test_operators_have_a_socket_that_no_container_of_an_engine_sees() -> None:
+    """Images of engines run as root, and root may operate: what keeps them out is that they have no way there."""
+    services = compose()["services"]
+    given = services["kvdepotd"]["environment"]
+    assert given["KVDEPOT_DAEMON__ADMIN"] == given["KVDEPOT_ADMIN"]  # the health check's
+    folder = str(Path(given["KVDEPOT_ADMIN"].removeprefix("unix://")).parent)
+    (source,) = (one["source"] for one in services["kvdepotd"]["volumes"] if one["target"] == folder)
+    assert source not in {one["source"] for one in services["vllm"]["volumes"]}
+    said = (ROOT / "docs/install.md").read_text()
+    for name in ("KVDEPOT_DAEMON__ADMIN", "KVDEPOT_ADMIN"):
+        assert f"-e {name}={given[name]}" in said
+    of_a_node = config.load(ROOT / "configs/gpu-node.toml").tables.daemon
+    assert [str(one.parent) for one in of_a_node.admin_sockets] == [folder]
 
 
 @NEEDS_SYSTEMD

@@ -115,6 +115,18 @@ def test_a_full_metrics_port_does_not_restart_the_daemon(tmp_path: Path, probe: 
     assert (done.returncode == 0, done.stdout) == (alive, b"")
 
 
+def test_operators_have_a_socket_that_no_engine_sees() -> None:
+    """Images of engines run as root, and root may operate: what keeps them out is that they have no way there."""
+    daemon, container = (
+        config.check("kubernetes", _configuration() | {"ram": {}}).tables.daemon,
+        _container("DaemonSet"),
+    )
+    (socket,) = daemon.admin_sockets
+    seen = {_host_path("Deployment", mount["mountPath"]) for mount in _container("Deployment")["volumeMounts"]}
+    assert _host_path("DaemonSet", str(socket.parent)) not in seen
+    assert {"name": "KVDEPOT_ADMIN", "value": f"unix://{socket}"} in container["env"], "probes, and kubectl exec"
+
+
 def test_two_daemons_never_meet_on_a_node() -> None:
     assert _only("DaemonSet")["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
 
