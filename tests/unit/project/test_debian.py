@@ -148,7 +148,29 @@ def test_a_removal_stops_the_service_and_only_a_purge_removes_data(tmp_path: Pat
     (tmp_path / "remove").mkdir()
     (tmp_path / "purge").mkdir()
     assert commands_of("postrm", tmp_path / "remove", "remove") == ["systemctl daemon-reload"]
-    assert commands_of("postrm", tmp_path / "purge", "purge")[0] == "rm -rf /var/lib/kvdepotd /var/lib/kvdepot"
+    assert commands_of("postrm", tmp_path / "purge", "purge")[:2] == [
+        f"rm -rf --one-file-system /var/lib/{name}" for name in ("kvdepotd", "kvdepot")
+    ]
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0, reason="may not mount"
+)
+@pytest.mark.parametrize("mounted", ["kvdepot", "kvdepot/nfs"])
+def test_a_purge_leaves_what_is_mounted(tmp_path: Path, mounted: str) -> None:
+    """A directory of all nodes may be mounted there."""
+    lib = tmp_path / "lib"
+    (lib / "kvdepot/segments").mkdir(parents=True)
+    (lib / "kvdepotd").mkdir()
+    (lib / mounted).mkdir(exist_ok=True)
+    script = (SCRIPTS / "postrm").read_text().replace("/var/lib", str(lib)).replace("/run/systemd/system", "/nowhere")
+    (tmp_path / "postrm").write_text(script)
+    steps = f"mount -t tmpfs none {lib / mounted} && touch {lib / mounted}/objects && sh {tmp_path}/postrm purge"
+    left = said("unshare", "-m", "sh", "-c", f"{steps} && find {lib} -type f")
+    assert left.split() == [str(lib / mounted / "objects")]
+    assert not (lib / "kvdepotd").exists()
+    if mounted != "kvdepot":
+        assert not (lib / "kvdepot/segments").exists()
 
 
 def test_without_systemd_nothing_is_asked_of_it(tmp_path: Path) -> None:

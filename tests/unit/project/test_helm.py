@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from kvdepot.core.units import parse_size_bytes
+from kvdepot.core.units import DURATION_UNITS_SECONDS, SIZE_UNITS_BYTES, parse_size_bytes
 from kvdepot.server.config import config
+from kvdepot.server.config.key_files import read_key_file
 
 from tests.rigs.helm import helm, rendered
 from tests.rigs.kubernetes import VERSIONS, complaints
@@ -27,7 +30,7 @@ EVERYTHING = (
     "--set-json", 'extraVolumes=[{"name":"keys","secret":{"secretName":"keys"}}]',
     "--set-json", 'extraVolumeMounts=[{"name":"keys","mountPath":"/etc/keys"}]',
     "--set-json", 'affinity.podAffinity.requiredDuringSchedulingIgnoredDuringExecution=[{"topologyKey":"zone"}]',
-    "--set-json", 'extraConfig="[policy]\\npin_share = 0.1\\n"',
+    "--set-json", 'extraConfig="[policy]\\npin_share = 0.1\\n"', "--set-string", "keys.secret=fleet-keys",
 )  # fmt: skip
 PEERS = (
     "--set", "peers.enabled=true,peers.secret=kvdepot-tls,peers.max=3,peers.workers=2",
@@ -179,12 +182,57 @@ def test_without_scrapers_nobody_reaches_the_metrics() -> None:
         ("image.pullPolicy=Sometimes", "pullPolicy"), ("podMonitor.interval=15", "interval"),
         ("resources.limits.memory=null", "limits"), ("hold=true", "hold"), ("disk.capacity=null", "disk.capacity"),
         ("peers.enabled=true", "secret"), ("peers.enabled=true,peers.secret=tls", "allow"),
+        ("ram.capacity=64GB", "capacity"), ("peers.deadline=1min", "deadline"), ("peers.host=fd00::1", "host"),
         ("peers.max=33", "max"), ("peers.allow={kvdepot}", "allow"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_name(value: str, said: str) -> None:
     done = helm("template", "kvdepot", str(CHART), "--set", value)
     assert done.returncode != 0 and said in done.stderr
+
+
+def test_the_units_of_sizes_and_durations_are_the_daemon_s() -> None:
+    """Others would be refused on each node, at the start."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for pattern, units in (
+        (schema["definitions"]["size"]["pattern"], SIZE_UNITS_BYTES),
+        (schema["properties"]["peers"]["properties"]["deadline"]["pattern"], DURATION_UNITS_SECONDS),
+    ):
+        assert set(re.findall(r"\w+", pattern.rpartition("(")[2])) == units.keys()
+
+
+def test_odd_names_that_are_legal_stay_what_they_are() -> None:
+    odd = ("--set-json", 'sockets.hostPath="/run/a,b"', "--set-json", 'state.hostPath="/srv/{x}:y#z"',
+           "--set-json", 'image.pullSecrets=["123"]', "--set-string", "priorityClassName=1e3")  # fmt: skip
+    documents = rendered(CHART, *odd, "--namespace", "2026")
+    assert {one["metadata"]["namespace"] for one in documents} == {"2026"}
+    spec = pod(documents)["spec"]
+    paths = {one["name"]: one["hostPath"]["path"] for one in spec["volumes"] if "hostPath" in one}
+    assert (paths["sockets"], paths["state"]) == ("/run/a,b", "/srv/{x}:y#z")
+    assert (spec["imagePullSecrets"], spec["priorityClassName"]) == ([{"name": "123"}], "1e3")
+
+
+def test_key_files_of_a_secret_are_as_the_daemon_demands(tmp_path: Path) -> None:
+    """It refuses those that Kubernetes mounts: they are root's, and its group may read them."""
+    spec = pod(rendered(CHART, *EVERYTHING))["spec"]
+    volumes = {one["name"]: one for one in spec["volumes"]}
+    assert volumes["tier-keys-secret"]["secret"]["secretName"] == "fleet-keys"
+    assert volumes["tier-keys"]["emptyDir"]["medium"] == "Memory"
+    (daemon,), (root,) = spec["containers"], spec["initContainers"]
+    mounts = {one["name"]: one["mountPath"] for one in root["volumeMounts"]}
+    assert {"name": "tier-keys", "mountPath": mounts["tier-keys"], "readOnly": True} in daemon["volumeMounts"]
+    assert "tier-keys-secret" not in {one["name"] for one in daemon["volumeMounts"]}
+    for name in ("tier-keys-secret", "tier-keys"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "tier-keys-secret/..data").mkdir()
+    (tmp_path / "tier-keys-secret/..data/nfs.key").write_text("ab" * 32)
+    (tmp_path / "tier-keys-secret/nfs.key").symlink_to("..data/nfs.key")
+    command = root["args"][0].rpartition(" && ")[2].replace("-o 10001 -g 10001", "")
+    for name in ("tier-keys-secret", "tier-keys"):
+        command = command.replace(mounts[name], str(tmp_path / name))
+    for _ in range(2):  # also when the pod starts again
+        subprocess.run(["sh", "-c", command], check=True)
+    assert read_key_file(tmp_path / "tier-keys/nfs.key", file="helm", key="key_file")
 
 
 def test_each_value_has_a_rule_and_each_rule_a_value() -> None:
