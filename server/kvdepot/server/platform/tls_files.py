@@ -1,13 +1,14 @@
 """Certificate, key and CA of a listener: read and checked as a whole, and read again when a file changes.
 
 Files that do not fit together are not used: a rotation writes them one after the other. What was read before is used
-until they do.
+until they do. Nor does a certificate that is not valid now replace one that is.
 """
 
 from __future__ import annotations
 
 import os
 import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,12 +29,16 @@ class TlsFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """What a TLS server needs, each as PEM. `expires_at`: the end of the certificate, in unix seconds."""
+    """What a TLS server needs, each as PEM. The certificate is valid between two times, in unix seconds."""
 
     cert: bytes
     key: bytes
     client_ca: bytes
+    begins_at: float
     expires_at: float
+
+    def valid_at(self, now: float) -> bool:
+        return self.begins_at <= now < self.expires_at
 
 
 class TlsFiles:
@@ -44,22 +49,35 @@ class TlsFiles:
         self._key = key
         self._client_ca = client_ca
         self._seen: object = None
+        self._used: Pem | None = None
 
     def load(self) -> Pem:
         """Return what the files have. Raise TlsFileError."""
-        before = self._stamps()
-        cert, key = _public("cert", self._cert), _secret("key", self._key)
-        client_ca = _public("client_ca", self._client_ca)
-        self._check()
-        pem = Pem(cert, key, client_ca, _end_of(cert, self._cert))
-        if self._stamps() != before:
-            raise TlsFileError("cert", "the files change while they are read")
-        self._seen = before
+        pem, seen = self._read()
+        self._used, self._seen = pem, seen
         return pem
 
     def load_changed(self) -> Pem | None:
         """Return what the files have if one of them has changed since they were last used. Raise TlsFileError."""
-        return None if self._stamps() == self._seen else self.load()
+        if self._stamps() == self._seen:
+            return None
+        pem, seen = self._read()
+        now = time.time()
+        if self._used is not None and self._used.valid_at(now) and not pem.valid_at(now):
+            raise TlsFileError("cert", f"{self._cert} is not valid now, and the certificate in use is")
+        self._used, self._seen = pem, seen
+        return pem
+
+    def _read(self) -> tuple[Pem, object]:
+        """Return what the files have, and their stamps. Raise TlsFileError."""
+        before = self._stamps()
+        cert, key = _public("cert", self._cert), _secret("key", self._key)
+        client_ca = _public("client_ca", self._client_ca)
+        self._check()
+        pem = Pem(cert, key, client_ca, *_life_of(cert, self._cert))
+        if self._stamps() != before:
+            raise TlsFileError("cert", "the files change while they are read")
+        return pem, before
 
     def _check(self) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -80,23 +98,33 @@ class TlsFiles:
         )
 
 
-def _end_of(pem: bytes, path: Path) -> float:
-    """Return the end of a certificate in unix seconds. Raise TlsFileError for a kind of key that gRPC refuses.
+def _life_of(pem: bytes, path: Path) -> tuple[float, float]:
+    """Return begin and end of a certificate in unix seconds. Raise TlsFileError for a kind of key that gRPC refuses.
 
-    With such a key the daemon would refuse every handshake.
+    With such a key the daemon would refuse every handshake. gRPC takes a key in its usual encoding alone: no curve by
+    its parameters, and no RSA-PSS.
     """
     from cryptography import x509  # the extra `tls`
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec, rsa
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+    refused = TlsFileError("cert", f"{path} has a key that gRPC cannot use: make an RSA, P-256 or P-384 key")
     try:
         certificate = x509.load_pem_x509_certificate(pem)
+        life = certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
     except ValueError as error:
         raise TlsFileError("cert", f"{path} has no certificate that can be read") from error
-    key = certificate.public_key()
+    try:
+        key = certificate.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise refused from error
     curve = key.curve if isinstance(key, ec.EllipticCurvePublicKey) else None
     if not isinstance(key, rsa.RSAPublicKey) and not isinstance(curve, ec.SECP256R1 | ec.SECP384R1):
-        raise TlsFileError("cert", f"{path} has a key that gRPC cannot use: make an RSA, P-256 or P-384 key")
-    return certificate.not_valid_after_utc.timestamp()
+        raise refused
+    if key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) not in certificate.tbs_certificate_bytes:
+        raise refused
+    return life
 
 
 def _stamp(name: str, path: Path) -> tuple[int, int, int, int]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from kvdepot.server.platform.tls_files import TlsFileError, TlsFiles
 
-from tests.rigs.certificates import SERVER, Authority
+from tests.rigs.certificates import DAY, SERVER, Authority
 
 
 @pytest.fixture
@@ -94,6 +97,43 @@ def test_a_key_that_grpc_cannot_use_is_refused(authority: Authority, make: Calla
     else:
         with pytest.raises(TlsFileError, match=r"tls\.cert: .* has a key that gRPC cannot use"):
             files.load()
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="nothing else makes such keys")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ec -pkeyopt ec_paramgen_curve:prime256v1 -pkeyopt ec_param_enc:explicit",
+        "ec -pkeyopt ec_paramgen_curve:sect571r1",
+        "rsa-pss",
+    ],
+)
+def test_a_key_that_openssl_takes_and_grpc_does_not_is_refused(tmp_path: Path, kind: str) -> None:
+    """The process that sends to peers ended when it met the second one, and so did each that followed it."""
+    cert, key = tmp_path / "a.pem", tmp_path / "a.key"
+    command = f"openssl req -x509 -nodes -subj /CN=a -keyout {key} -out {cert} -newkey {kind}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    key.chmod(0o600)
+    with pytest.raises(TlsFileError, match=r"tls\.cert: .* has a key that gRPC cannot use"):
+        TlsFiles(cert, key, cert).load()
+
+
+@pytest.mark.requirement("S3")
+@pytest.mark.parametrize("life", [(-3 * DAY, -DAY), (DAY, 3 * DAY)])
+def test_a_certificate_that_is_not_valid_now_replaces_none_that_is(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, life: tuple[timedelta, timedelta]
+) -> None:
+    files, cert, key = files_of(authority)
+    files.load()
+    other = authority.issue("other", *SERVER, life=life)
+    shutil.copyfile(other.cert, cert)
+    shutil.copyfile(other.key, key)
+    for _ in range(2):
+        with pytest.raises(TlsFileError, match="is not valid now, and the certificate in use is"):
+            files.load_changed()
+    monkeypatch.setattr(time, "time", lambda clock=time.time: clock() + (40 * DAY).total_seconds())
+    changed = files.load_changed()
+    assert changed is not None and changed.cert == other.cert.read_bytes(), "neither is: the clock may be wrong"
 
 
 def test_files_that_are_none_are_named_and_nothing_of_them_is_repeated(authority: Authority, tmp_path: Path) -> None:
