@@ -22,6 +22,7 @@ from kvdepot.server.platform import durable_files
 from kvdepot.server.rpc.control_service import control_service
 
 from tests.fakes.operator_control import calls_of_anybody, control_over
+from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_rig import Rig
 from tests.rigs.patience import wait_until
@@ -107,6 +108,19 @@ def test_a_stop_ends_beside_a_reload_that_hangs() -> None:
         os.kill(daemon.pid, signal.SIGHUP)
         wait_until(lambda: _waits_in(daemon.pid, "wait_for_partner", "fifo_open"), "the reload hangs", 10)
         assert daemon.stop() == 0
+
+
+@pytest.mark.requirement("T9")
+def test_a_reload_does_not_wait_for_one_that_hangs() -> None:
+    with DaemonProcess(config="") as daemon:
+        file = daemon.directory / "kvdepot.toml"
+        file.unlink()
+        os.mkfifo(file)
+        os.kill(daemon.pid, signal.SIGHUP)
+        wait_until(lambda: _waits_in(daemon.pid, "wait_for_partner", "fifo_open"), "the reload hangs", 10)
+        file.unlink()
+        file.write_text("[policy]\nloads_in_flight = 2\n")
+        assert "policy.loads_in_flight: 64 -> 2" in kvdepotctl(daemon, "reload").stdout
 
 
 def _waits_in(pid: int, *functions: str) -> bool:

@@ -270,6 +270,27 @@ def _reread(options: argparse.Namespace) -> Config:
     return config
 
 
+class _Reloads:
+    """Reloads that SIGHUP asks for. During the start they wait for its end: the file may have changed since its read."""
+
+    def __init__(self) -> None:
+        self._begin: Callable[[], asyncio.Task[None]] | None = None
+        self._asked = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self) -> None:
+        self._asked = True
+        if self._begin is not None:
+            self._tasks.add(task := self._begin())
+            task.add_done_callback(self._tasks.discard)
+
+    def begin_by(self, begin: Callable[[], asyncio.Task[None]]) -> None:
+        """Begin reloads from now on, with one if somebody has asked before."""
+        self._begin = begin
+        if self._asked:
+            self.ask()
+
+
 async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
     from kvdepot.server.daemon.node import (  # with gRPC, which the other verbs do not need
         OTHERS_NAME,
@@ -283,7 +304,8 @@ async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, log.warning, "reload ignored: the daemon is still starting")
+    reloads = _Reloads()
+    loop.add_signal_handler(signal.SIGHUP, reloads.ask)
     log.info("daemon starts: kvdepotd %s, pid %d, configuration: %s", version("kvdepot"), os.getpid(), config.file)
     if config.note:
         log.warning("configuration: %s", config.note)
@@ -300,13 +322,7 @@ async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
         log.error("cannot start: %s", error)
         await node.stop()
         return 1
-    reloads: set[asyncio.Task[None]] = set()
-
-    def reload() -> None:
-        reloads.add(task := node.begin_reload())
-        task.add_done_callback(reloads.discard)
-
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    reloads.begin_by(node.begin_reload)
     await stop.wait()
     await node.stop()
     return 0

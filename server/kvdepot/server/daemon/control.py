@@ -93,7 +93,8 @@ class Control:
         self._readiness_changed = readiness_changed
         self._log = log
         self._quotas = quotas
-        self._reloading = asyncio.Lock()
+        self._reloads = 0  # that have begun
+        self._in_effect = 0  # the number of the last one that took effect
         self._changing = set[asyncio.Task[Any]]()
         self._epochs = depot.invalidation.epochs  # that are kept, or about to be
         depot.invalidation.inherited = self._inherited
@@ -345,26 +346,33 @@ class Control:
         )  # fmt: skip
 
     async def reload(self) -> ReloadReply:
-        """Apply the whole file or nothing. Raise ConfigError."""
-        async with self._reloading:
-            try:
-                after = await self._read()
-                found = changes(self._config, after)
-                refuse_what_needs_a_restart(self._config, after, found)
-            except KvDepotError as error:
-                for refusal in error.all if isinstance(error, ConfigError) else (error,):
-                    self._log.error("configuration not reloaded: %s", refusal)
-                raise
-            # "auto" may mean another size by now; the arena has the one of the start.
-            self._config = replace(after, capacity_bytes=self._config.capacity_bytes)
-            self._configure(self._config)
-            for one in found:
-                self._log.warning("configuration changed: %s is %s, was %s", one.key, one.after, one.before)
-            if not found:
-                self._log.info("configuration unchanged: %s", after.file)
-            if self._quotas.kept() and any(one.key.startswith("quota[") for one in found):
-                self._log.warning("operator quotas stay in effect: see `kvdepotctl quota list`")
-            return ReloadReply(after.file, found)
+        """Apply the whole file or nothing. Raise ConfigError.
+
+        No reload waits for another one, whose read may hang for as long as the daemon runs. If one that began later has
+        taken effect, this one has nothing to add.
+        """
+        self._reloads += 1
+        number = self._reloads
+        try:
+            after = await self._read()
+            if number < self._in_effect:
+                return ReloadReply(after.file, ())
+            found = changes(self._config, after)
+            refuse_what_needs_a_restart(self._config, after, found)
+        except KvDepotError as error:
+            for refusal in error.all if isinstance(error, ConfigError) else (error,):
+                self._log.error("configuration not reloaded: %s", refusal)
+            raise
+        # "auto" may mean another size by now; the arena has the one of the start.
+        self._config, self._in_effect = replace(after, capacity_bytes=self._config.capacity_bytes), number
+        self._configure(self._config)
+        for one in found:
+            self._log.warning("configuration changed: %s is %s, was %s", one.key, one.after, one.before)
+        if not found:
+            self._log.info("configuration unchanged: %s", after.file)
+        if self._quotas.kept() and any(one.key.startswith("quota[") for one in found):
+            self._log.warning("operator quotas stay in effect: see `kvdepotctl quota list`")
+        return ReloadReply(after.file, found)
 
     async def _read(self) -> Config:
         if self._reread is None:

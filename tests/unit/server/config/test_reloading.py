@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.types import Quota, TenantBudget, TierConfig, WritePolicy
 
 from tests.rigs.engine_rig import CHUNK, Rig, audit, path
+from tests.rigs.patience import patient, until
 from tests.rigs.tier_rig import COMMIT, in_tier, on_tier_only, settle, store
 
 LOG = logging.getLogger("test")
@@ -190,6 +192,32 @@ def test_a_file_that_is_wrong_or_gone_changes_nothing(tmp_path: Path, caplog: py
     with pytest.raises(ConfigError, match="cannot be read"):
         asyncio.run(daemon.control.reload())
     assert daemon.ran == []
+
+
+@pytest.mark.requirement("T9")
+def test_a_read_that_hangs_keeps_no_other_reload_waiting_and_takes_nothing_back(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def read() -> Config:
+        config = load(daemon.file)
+        if not hangs.is_set():
+            hangs.set()
+            assert goes_on.wait(patient(30))
+        return config
+
+    daemon.control._reread = read
+
+    async def test() -> None:
+        first = asyncio.create_task(daemon.control.reload())
+        await until(hangs.is_set, "it has read the file of before")
+        daemon.change('"10MiB"', '"20MiB"')
+        assert len((await daemon.control.reload()).changes) == 1
+        goes_on.set()
+        assert (await first).changes == ()
+        assert [one.tables.quota[0].capacity for one in daemon.ran] == [20 << 20]
+
+    asyncio.run(test())
 
 
 @pytest.mark.requirement("T9")
