@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from kvdepot.core.control import Switch, SwitchCall
+from kvdepot.core.control import BumpCall, Switch, SwitchCall
 from kvdepot.proto.v1 import control_pb2 as pb
 from kvdepot.proto.v1 import control_pb2_grpc as pb_grpc
 from kvdepot.server.daemon import state_file
@@ -22,6 +22,7 @@ from kvdepot.server.platform import durable_files
 from kvdepot.server.rpc.control_service import control_service
 
 from tests.fakes.operator_control import calls_of_anybody, control_over
+from tests.fakes.thread_room import no_room_for_threads
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_rig import Rig
@@ -96,6 +97,22 @@ def test_what_was_told_last_is_kept_although_an_earlier_caller_gave_up(
 
     with first_write_hangs(monkeypatch) as goes_on:
         asyncio.run(scenario(goes_on))
+
+
+@pytest.mark.requirement("I8")
+def test_what_an_operator_says_is_done_though_the_host_has_no_room_for_the_thread_that_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig()
+        control = control_over(rig, StateFile(tmp_path / "state"))
+        with no_room_for_threads(monkeypatch):
+            switched = await control.switch(SwitchCall(Switch.LOADS, on=False))
+            bumped = await control.bump(BumpCall(all=True))
+        assert switched.switches.loads_off and rig.depot.invalidation.epochs.bump == 1
+        assert all("no room for another thread" in one.not_persisted for one in (switched, bumped))
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.requirement("T4")

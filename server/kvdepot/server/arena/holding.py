@@ -216,7 +216,11 @@ class Holding:
 
     async def _look(self) -> None:
         """Try on another thread: a holder that hangs stops neither the daemon nor its end."""
-        self._connected(await in_own_thread(self._try))
+        try:
+            found = await in_own_thread(self._try)
+        except OSError as error:
+            found = error
+        self._connected(found)
 
     def _ended(self) -> None:
         """Handle the end of the holder: it sends nothing of itself."""

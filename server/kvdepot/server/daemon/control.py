@@ -382,7 +382,12 @@ class Control:
                 "the daemon runs without a configuration file",
                 advice="start kvdepotd with one: kvdepotd serve FILE",
             )
-        return await in_own_thread(self._reread)
+        try:
+            return await in_own_thread(self._reread)
+        except OSError as error:
+            raise ConfigError(
+                self._config.file, "", f"cannot be read: {error.strerror or error}", of_host=True
+            ) from error
 
 
 def _one_at_a_time(what: str, running: int) -> None:

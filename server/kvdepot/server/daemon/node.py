@@ -242,7 +242,7 @@ class Node:
         await self._operators.close()
         self._checksums.close()
         self._holding.close()
-        await self._loop.run_in_executor(None, self._growing.stop)
+        self._growing.stop()
         kept = "" if drained else ", some objects without a checksum will be dropped"
         if not closed:
             self._log.warning("tier not closed: no answer in %.0f s, its device may hang", CLOSE_SECONDS)

@@ -13,20 +13,21 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
 from kvdepot.server.platform.logs import AUDIT
 from kvdepot.server.platform.own_files import open_own
-from kvdepot.server.platform.own_thread import in_own_thread
 
 WAIT_SECONDS: Final = 1.0
 """For a line, before its caller is answered; and at the end, for all lines."""
 WAITING_MAX: Final = 10_000
 """Lines that wait for the file; further ones go to the daemon's log alone."""
+_STEP_SECONDS: Final = 0.005
+"""Between two looks whether the file is closed: at its end the daemon starts no thread, for which there may be no room."""
 _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
@@ -93,7 +94,9 @@ class AuditLog:
         """Write the waiting lines, for at most a second, and close the file. Lines that fail are still reported."""
         if self._path is not None:
             self._work.put(None)
-            await in_own_thread(partial(self._ended.wait, WAIT_SECONDS))
+            until = time.monotonic() + WAIT_SECONDS
+            while not self._ended.is_set() and time.monotonic() < until:
+                await asyncio.sleep(_STEP_SECONDS)
 
     def _to_daemons_log(self, fields: Mapping[str, Any], reason: str) -> None:
         self._count("failed_audit_lines")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,6 +14,8 @@ Result = TypeVar("Result")
 
 async def in_own_thread(work: Callable[[], Result]) -> Result:
     """Return or raise what `work` returns or raises. A cancellation stops the waiting, not the work.
+
+    Raise OSError if the host has no room for a thread: callers handle it as one of the work itself.
 
     asyncio's own threads were rejected: `asyncio.run` waits for them without a limit, and work queued after a hung
     one waits too.
@@ -33,5 +36,8 @@ async def in_own_thread(work: Callable[[], Result]) -> Result:
         else:
             tell(lambda: answer.set_result(result))
 
-    threading.Thread(target=run, name="kvdepot-file", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="kvdepot-file", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, "the host has no room for another thread") from error
     return await answer

@@ -19,7 +19,8 @@ import pytest
 from kvdepot.server.arena import holder, holding
 from kvdepot.server.arena.holding import Connection, Holding, held_files
 
-from tests.rigs.patience import patient
+from tests.fakes.thread_room import no_room_for_threads
+from tests.rigs.patience import patient, until
 
 
 @contextmanager
@@ -140,3 +141,30 @@ def test_a_holder_that_starts_late_has_the_arena_of_a_daemon_that_is_gone(
     assert [os.path.sameopenfile(*pair) for pair in zip(held, files[1:], strict=True)] == [True] * 3
     for fd in (*held, may_start, start):
         os.close(fd)
+
+
+def test_a_holder_is_looked_for_again_after_the_host_had_no_room_for_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "AGAIN_SECONDS", 0.01)
+    tried: list[int] = []
+
+    def fail(_: Holding) -> Exception:
+        tried.append(threading.get_ident())
+        return ConnectionRefusedError()
+
+    monkeypatch.setattr(Holding, "_try", fail)
+
+    async def test() -> None:
+        counted: list[str] = []
+        arena: Any = SimpleNamespace(path=tmp_path / "a.arena")
+        one = Holding(
+            arena, may_start=True, count=counted.append, loop=asyncio.get_running_loop(), log=logging.getLogger("held")
+        )
+        with no_room_for_threads(monkeypatch):
+            one._look_again()
+            await until(lambda: counted, "the failure is counted")
+        await until(lambda: tried, "it is tried again")
+        one.close()
+
+    asyncio.run(test())

@@ -21,6 +21,7 @@ from kvdepot.server.daemon.control import Control
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.types import Quota, TenantBudget, TierConfig, WritePolicy
 
+from tests.fakes.thread_room import no_room_for_threads
 from tests.rigs.engine_rig import CHUNK, Rig, audit, path
 from tests.rigs.patience import patient, until
 from tests.rigs.tier_rig import COMMIT, in_tier, on_tier_only, settle, store
@@ -192,6 +193,17 @@ def test_a_file_that_is_wrong_or_gone_changes_nothing(tmp_path: Path, caplog: py
     with pytest.raises(ConfigError, match="cannot be read"):
         asyncio.run(daemon.control.reload())
     assert daemon.ran == []
+
+
+@pytest.mark.requirement("T9")
+def test_a_reload_without_room_for_a_thread_is_refused_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = Daemon(tmp_path)
+    with no_room_for_threads(monkeypatch), pytest.raises(ConfigError, match="no room for another thread"):
+        asyncio.run(daemon.control.reload())
+    assert "configuration not reloaded" in caplog.text and daemon.ran == []
+    asyncio.run(daemon.control.reload())
 
 
 @pytest.mark.requirement("T9")

@@ -8,6 +8,7 @@ import threading
 import pytest
 from kvdepot.server.platform.own_thread import in_own_thread
 
+from tests.fakes.thread_room import no_room_for_threads
 from tests.rigs.patience import wait_until
 
 
@@ -21,6 +22,11 @@ def test_what_work_returns_or_raises_is_returned_or_raised() -> None:
             await in_own_thread(fail)
 
     asyncio.run(run())
+
+
+def test_a_host_without_room_for_a_thread_is_an_error_that_callers_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    with no_room_for_threads(monkeypatch), pytest.raises(OSError, match="no room for another thread"):
+        asyncio.run(in_own_thread(lambda: 7))
 
 
 @pytest.mark.requirement("I2")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kvdepot.server.tiers.peer.places import FILE_BYTES_MAX, DnsName, Finder, Place, PlacesFile
 
+from tests.fakes.thread_room import no_room_for_threads
 from tests.rigs.patience import until, wait_until
 
 NODES = [(f"10.0.0.{number}", 7448) for number in range(1, 33)]
@@ -98,6 +99,23 @@ def test_places_are_looked_up_again_and_again_and_a_failure_is_told() -> None:
         told = len(found)
         await asyncio.sleep(0.05)
         assert where.looks <= looks + 1 and len(found) == told, "nothing is told after its end"
+
+    asyncio.run(test())
+
+
+def test_places_are_looked_up_again_after_the_host_had_no_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        where = Where()
+        found: list[tuple[Place, ...]] = []
+        failed: list[str] = []
+        finder = Finder(
+            where.find, asyncio.get_running_loop(), every_seconds=0.01, found=found.append, failed=failed.append
+        )
+        with no_room_for_threads(monkeypatch):
+            finder.start()
+            await until(lambda: failed, "the failure is told")
+        await until(lambda: found, "it goes on")
+        finder.close()
 
     asyncio.run(test())
 
