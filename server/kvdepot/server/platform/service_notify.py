@@ -7,7 +7,6 @@ at the service's next start, from number 3 on, with names in $LISTEN_FDNAMES.
 from __future__ import annotations
 
 import array
-import contextlib
 import math
 import os
 import socket
@@ -19,7 +18,11 @@ _PINGS_PER_LIMIT = 4
 
 
 class ServiceNotifier:
-    """Silent when there is no socket. Never blocks and never raises: the daemon lives without its supervisor."""
+    """Silent when there is no socket. Never blocks and never raises: the daemon lives without its supervisor.
+
+    The supervisor's queue is full now and then. What has to arrive waits for room: READY=1, without which a start fails,
+    and descriptors, without which RAM is lost. A ping does not.
+    """
 
     def __init__(self, environ: MutableMapping[str, str], *, pid: int, clock: Callable[[], float]) -> None:
         """Create a notifier. `clock` returns monotonic seconds."""
@@ -29,6 +32,7 @@ class ServiceNotifier:
         self._clock = clock
         self._ping_seconds = _watchdog_seconds(environ, pid) / _PINGS_PER_LIMIT  # 0: no watchdog
         self._ping_at = -math.inf
+        self._unsent: dict[str, tuple[str, tuple[int, ...]]] = {}  # by what they are about: the last one of each
 
     @property
     def is_heard(self) -> bool:
@@ -36,27 +40,51 @@ class ServiceNotifier:
         return bool(self._address)
 
     def __call__(self, state: str) -> None:
-        self._send(state, ())
+        self._tell(state.partition("=")[0], state)
 
     def alive(self) -> None:
-        """Send a ping to the watchdog if one is due. Called often, by the code that hangs if the daemon hangs."""
+        """Send what waits, and a ping to the watchdog if one is due.
+
+        Called often, by the code that hangs if the daemon hangs.
+        """
+        self._send_waiting()
         now = self._clock()
         if self._ping_seconds and now - self._ping_at >= self._ping_seconds:
             self._ping_at = now
-            self("WATCHDOG=1")
+            self._send("WATCHDOG=1", ())
 
     def keep(self, name: str, *descriptors: int) -> None:
-        """Have these come back at the next start under this name, instead of what was kept under it."""
-        self(f"FDSTOREREMOVE=1\nFDNAME={name}")
-        self._send(f"FDSTORE=1\nFDNAME={name}", descriptors)
+        """Have these come back at the next start under this name, instead of what was kept under it.
 
-    def _send(self, state: str, descriptors: tuple[int, ...]) -> None:
+        They stay open for as long as this process lives.
+        """
+        for state, of_it in ((f"FDSTOREREMOVE=1\nFDNAME={name}", ()), (f"FDSTORE=1\nFDNAME={name}", descriptors)):
+            self._tell(state, state, of_it)
+
+    def _tell(self, about: str, state: str, descriptors: tuple[int, ...] = ()) -> None:
+        """Send this after all that waits."""
+        self._unsent.pop(about, None)
+        self._unsent[about] = state, descriptors
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        while self._unsent and self._send(*next(iter(self._unsent.values()))):
+            del self._unsent[next(iter(self._unsent))]
+
+    def _send(self, state: str, descriptors: tuple[int, ...]) -> bool:
+        """Return False if the supervisor's queue has no room now."""
         if not self._address:
-            return
+            return True
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.setblocking(False)
-            sender.sendmsg([state.encode()], rights, 0, self._address)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.setblocking(False)
+                sender.sendmsg([state.encode()], rights, 0, self._address)
+        except BlockingIOError:
+            return False
+        except OSError:  # nobody is there
+            pass
+        return True
 
 
 def take_kept(environ: MutableMapping[str, str], *, pid: int, names: tuple[str, ...]) -> tuple[list[int], ...]:

@@ -72,6 +72,29 @@ def test_without_a_supervisor_it_is_silent(tmp_path: Path) -> None:
         notifier.keep("arena", 0)
 
 
+@pytest.mark.requirement("I8")
+def test_what_has_to_arrive_waits_for_room_in_a_queue_that_is_full(supervisor: socket.socket) -> None:
+    """Without READY=1 a start fails, and without the descriptors RAM is lost."""
+    clock = Clock()
+    notifier = _notifier(supervisor, clock, WATCHDOG_USEC="8000000")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as others:
+        others.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                others.sendto(b"STATUS=of another service", supervisor.getsockname())
+    notifier.keep("arena", 0)
+    for state in ("STATUS=1", "READY=1", "STATUS=2"):
+        notifier(state)
+    notifier.alive()
+    assert set(_said(supervisor)) == {b"STATUS=of another service"}
+    notifier.alive()
+    kept = [b"FDSTOREREMOVE=1\nFDNAME=arena", b"FDSTORE=1\nFDNAME=arena"]
+    assert _said(supervisor) == [*kept, b"READY=1", b"STATUS=2"]
+    clock.now += 10
+    notifier.alive()
+    assert _said(supervisor) == [b"WATCHDOG=1"], "nothing is told twice"
+
+
 def test_an_abstract_address_is_met() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind("")  # autobind: an abstract address
