@@ -106,7 +106,8 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
     (PlaceholderRange, ("length", "offset")),
     (
         SchedulerOutput,
-        ("kv_connector_block_state", "num_scheduled_tokens", "scheduled_new_reqs", "scheduled_spec_decode_tokens"),
+        ("kv_connector_block_state", "num_scheduled_tokens", "preempted_req_ids", "scheduled_new_reqs",
+         "scheduled_spec_decode_tokens"),
     ),
     (NewRequestData, ("req_id", "num_computed_tokens")),
     (KVConnectorBlockState, ("boundary_state_offloads", "resolve_block_ids")),

@@ -10,13 +10,16 @@ Rejected drafts say nothing: they lie after the tokens that have hashes.
 
 A recurrent model computes a wrong state of a request that is admitted with one token left to compute, because vLLM pads
 it to a row of drafts (docs/adr/0061). kvdepot's loads leave two tokens. vLLM's own hits may leave one.
+
+vLLM 0.32 names blocks when it schedules the step that computes them. With priorities it may then preempt the request
+for another one of the same step. The names stay, and the next hit on them reads bytes that nobody has computed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -84,13 +87,17 @@ class Origins:
         offloads: Mapping[str, BoundaryOffers],
         resolve: ResolveBlocks,
         drafts: Container[str] = (),
+        preempted: Iterable[str] = (),
     ) -> None:
         """Check where the requests of a step begin, and note the blocks that they compute.
 
         In the order of their admission: a request may hit what an earlier one of the same step brings.
 
-        `drafts` are the requests of a recurrent model with drafts in this step.
+        `drafts` are the requests of a recurrent model with drafts in this step. `preempted` are those since the last.
         """
+        for request_id in preempted:
+            if (state := requests.get(request_id)) is not None and request_id not in scheduled:
+                self._preempted(state)
         for waiting in self._unloaded:
             if waiting.request_id not in scheduled and requests.get(waiting.request_id) is waiting:
                 # Another connector loads them asynchronously. Others may hit them before the request's first step.
@@ -112,6 +119,14 @@ class Origins:
                 self._provenance.foreign(resolve(request_id), state.hit_tokens, begin + tokens)
             elif self._provenance.watches(state.adapter):
                 self._note(state, end, offloads.get(request_id, ()), resolve)
+
+    def _preempted(self, state: RequestState) -> None:
+        """Look for blocks of a preempted request that have their names, and that no step has computed."""
+        computed = min(state.sound_tokens, state.request.num_tokens - 1)
+        if state.admitted or not self._provenance.named_beyond(state.request.block_hashes, max(computed, 0)):
+            return  # admitted again, or the usual case
+        if not state.foreign:
+            self._stop(state, "preempted")
 
     def _check(self, state: RequestState, begin: int, resolve: ResolveBlocks, drafts: Container[str]) -> None:
         first, state.admitted = state.admitted, False
@@ -142,8 +157,8 @@ class Origins:
         if not self._told:
             self._told = True
             LOGGER.info(
-                "kvdepot: a request has KV of another connector of this engine, of a failed step, or of a padded row, "
-                "and is not stored; logged once"
+                "kvdepot: a request has KV of another connector of this engine, or of a failed, padded or preempted "
+                "step, and is not stored; logged once"
             )
 
     def _note(self, state: RequestState, end: int, offers: BoundaryOffers, resolve: ResolveBlocks) -> None:

@@ -7,7 +7,7 @@ that began later has computed or loaded it, on nothing but such blocks. The same
 replacement on.
 
 Blocks that another connector has loaded, and what is computed on them, are *foreign*: they never count, until a sound
-request computes into them.
+request computes into them. Nor do blocks that nobody has computed, although the engine's cache has them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,16 @@ class Provenance:
         """Note blocks that another connector has loaded, or that are computed on such blocks."""
         self._foreign.update(self._blocks(tables, begin_tokens, end_tokens))
         self._foreign.discard(0)
+
+    def named_beyond(self, hashes: Sequence[bytes], tokens: int) -> bool:
+        """Note that the cached blocks of a request beyond its first tokens are foreign. Return whether there are any.
+
+        Only whole blocks are looked for, and tails of blocks: what the engine's cache knows by one of the `hashes`.
+        """
+        beyond = hashes[tokens // self._hash_block_tokens :]
+        cached = {self._holds.cached(named, group) for named in beyond for group, _ in self._groups} - {None}
+        self._foreign.update(block_id for block_id in cached if block_id is not None)
+        return bool(cached)
 
     def hits_foreign(self, tables: Sequence[Sequence[int]], hashes: Sequence[bytes], tokens: int) -> bool:
         """Return whether one of the blocks with a request's first tokens is foreign. `tokens` are whole blocks.

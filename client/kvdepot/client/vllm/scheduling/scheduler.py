@@ -318,6 +318,7 @@ class SchedulerSide:
                 block_state.boundary_state_offloads,
                 block_state.resolve_block_ids,
                 drafts=scheduler_output.scheduled_spec_decode_tokens if recurrent else (),
+                preempted=scheduler_output.preempted_req_ids or (),
             )
         self.stores.dispatch(meta)
         if block_state is not None:
