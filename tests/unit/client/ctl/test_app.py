@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
+from kvdepot.client.ctl.commands import trace
+from kvdepot.client.ctl.doctor import arenas, settings
 from kvdepot.client.endpoint import default_endpoint
 
 PACKAGED = "unix:///run/kvdepot/kvdepot.sock"
@@ -74,3 +77,12 @@ def test_without_a_daemon_a_former_recording_stays(tmp_path: Path) -> None:
     )
     assert done.exit_code != 0
     assert (tmp_path / "trace").read_text() == "of a whole day"
+
+
+@pytest.mark.parametrize("command", [trace.REPLAY, settings.COMMAND, arenas.COMMAND], ids=lambda command: command[-2])
+def test_what_it_runs_imports_nothing_from_the_current_directory(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Root may be in /tmp, where every user can place a module."""
+    for name in ("argparse.py", "kvdepot.py"):
+        (tmp_path / name).write_text('print("planted")\nraise SystemExit(9)\n')
+    done = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "planted" in done.stdout) == (0, False), done.stderr

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
     from kvdepot.client.endpoint import Endpoint
 
-REPLAY: Final = (sys.executable, "-m", "kvdepot.server.daemon.entry", "replay")
-"""The daemon's own program: it has the engine that is asked."""
+REPLAY: Final = (sys.executable, "-P", "-m", "kvdepot.server.daemon.entry", "replay")
+"""The daemon's own program: it has the engine that is asked.
+
+`-P`: Python would import from the current directory first, in which another user may have placed a module.
+"""
 
 
 @click.group()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.findings import Finding
     from kvdepot.client.ctl.doctor.settings import Settings
 
-COMMAND: Final = (sys.executable, "-m", "kvdepot.server.daemon.app", "arena", "list", "--json")
+COMMAND: Final = (sys.executable, "-P", "-m", "kvdepot.server.daemon.app", "arena", "list", "--json")
 
 
 def check_unused_arenas(

@@ -25,7 +25,7 @@ UNIT_CONFIG: Final = "/etc/kvdepot/kvdepot.toml"
 """What the packaged unit serves."""
 SECONDS_MAX: Final = 30.0
 """Of a program that imports all of the daemon."""
-COMMAND: Final = (sys.executable, "-m", "kvdepot.server.daemon.app", "check-config", "--json")
+COMMAND: Final = (sys.executable, "-P", "-m", "kvdepot.server.daemon.app", "check-config", "--json")
 _CHECK: Final = Check("configuration", HOST)
 _REFUSED: Final = "kvdepotd: "
 
