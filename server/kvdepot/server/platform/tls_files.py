@@ -6,6 +6,7 @@ until they do. Nor does a certificate that is not valid now replace one that is.
 
 from __future__ import annotations
 
+import codecs
 import os
 import ssl
 import time
@@ -74,6 +75,8 @@ class TlsFiles:
         cert, key = _public("cert", self._cert), _secret("key", self._key)
         client_ca = _public("client_ca", self._client_ca)
         self._check()
+        # OpenSSL skips the mark of UTF-8, and gRPC does not: it finds nothing then, and keeps the former certificates.
+        cert, key, client_ca = (data.removeprefix(codecs.BOM_UTF8) for data in (cert, key, client_ca))
         pem = Pem(cert, key, client_ca, *_life_of(cert, self._cert))
         if self._stamps() != before:
             raise TlsFileError("cert", "the files change while they are read")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import shutil
 import subprocess
@@ -59,6 +60,16 @@ def test_a_link_that_moves_is_a_change(authority: Authority, tmp_path: Path) -> 
     (tmp_path / "then").rename(tmp_path / "now")
     changed = files.load_changed()
     assert changed is not None and changed.cert == (tmp_path / "b/tls.crt").read_bytes()
+
+
+@pytest.mark.requirement("S3")
+def test_the_mark_of_utf_8_is_no_part_of_what_is_loaded(authority: Authority) -> None:
+    """gRPC would stay with the former CA, which somebody has taken away, and the log would name the new one."""
+    files, *paths = files_of(authority)
+    before = files.load()
+    for path in (*paths, authority.pem):
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert files.load_changed() == before
 
 
 @pytest.mark.parametrize(
