@@ -8,6 +8,7 @@ and answered some time after that.
 from __future__ import annotations
 
 import heapq
+import math
 import os
 import threading
 import time
@@ -97,8 +98,8 @@ class SlowServer:
             client.thread.join()
 
     def sleep(self, seconds: float) -> None:
-        """Of a client."""
-        client, until = self._running, self.now + seconds
+        """Of a client. It takes time, as any: who waits for less than the clock can show would else wait for ever."""
+        client, until = self._running, max(self.now + seconds, math.nextafter(self.now, math.inf))
         while True:
             self._wait_for(client, until)
             self._next(client)
