@@ -102,7 +102,7 @@ class Janitor:
             self._unlooked,
             self._uncounted,
             f"{strange} files of nodes are not understood, or too many" if strange else "",
-            f"{left_out} objects are counted, but too many to be deleted in their turn" if left_out else "",
+            f"{left_out} objects are counted, and not deleted: too many, or of impossible times" if left_out else "",
             "full, and there is no object left to delete" if full else "",
         )
         return "; ".join(filter(None, reasons))

@@ -16,6 +16,8 @@ NODE_BYTES_MAX: Final = 4_096
 JANITOR_BYTES_MAX: Final = 512 << 10
 _FORMAT: Final = 1
 _NUMBER_MAX: Final = (1 << 62) - 1
+_SECONDS_MAX: Final = (1 << 31) - 1
+"""Of a count: its begin is shown as a date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class JanitorRecord:
                 _number(values["estimate"]), _number(values["objects"]), _number(values["quarantined"]),
                 {_name(node): _share(share) for node, share in shares.items()},
                 _number(values.get("lasts", 0)),
-                None if counting is None else _number(counting), _number(values.get("counted", 0)),
+                None if counting is None else _number(counting, _SECONDS_MAX), _number(values.get("counted", 0)),
             )  # fmt: skip
         except (KeyError, ValueError):
             return None
@@ -136,9 +138,9 @@ def _values(data: bytes, bytes_max: int) -> dict[str, Any]:
     return values if isinstance(values, dict) and values.get("format") == _FORMAT else {}
 
 
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= _NUMBER_MAX:
-        raise ValueError("not a number of bytes")
+def _number(value: object, most: int = _NUMBER_MAX) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError("not a number of bytes or seconds")
     return value
 
 

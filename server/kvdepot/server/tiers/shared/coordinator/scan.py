@@ -31,6 +31,8 @@ _PASSING: Final = frozenset({errno.EIO, errno.ETIMEDOUT})
 """What a soft mount answers for a server that pauses."""
 _QUARANTINED_MAX: Final = 1 << 16
 _NAMESPACES_MAX: Final = (1 << 16) - 1
+_MTIME_NS_MAX: Final = (1 << 63) - 1
+"""In the year 2262: file systems know later times, and some before 1970. No server has stamped them."""
 _GROWN_BY: Final = 1 << 16
 
 UNREAD: Final = 0
@@ -73,7 +75,8 @@ class Columns:
 
     def add(self, namespace: bytes, key: bytes, kind: int, status: os.stat_result) -> None:
         number = self._numbers.get(namespace)
-        if self._length == self._objects_max or (number is None and len(self.namespaces) == _NAMESPACES_MAX):
+        full = self._length == self._objects_max or (number is None and len(self.namespaces) == _NAMESPACES_MAX)
+        if full or not 0 <= status.st_mtime_ns <= _MTIME_NS_MAX:
             self.left_out += 1
             return
         if number is None:
@@ -179,11 +182,11 @@ class Scan:
         """Count it, once; of a folder, what is in it."""
         try:
             status = os.stat(name, dir_fd=within, follow_symlinks=False)
+            if not stat.S_ISDIR(status.st_mode):
+                self._count(path, status)  # whatever its device is: overlayfs shows that of the layer
+                return None
             if status.st_dev != device:
                 return None  # another file system, mounted here
-            if not stat.S_ISDIR(status.st_mode):
-                self._count(path, status)
-                return None
             folder = None
             if depth < _FOLDERS_DEEP_MAX:
                 with suppress(PermissionError):

@@ -221,6 +221,13 @@ def test_a_record_that_names_what_is_no_node_is_not_understood(name: object) -> 
     assert JanitorRecord.unpack(json.dumps(values | {"shares": {str(name) + "/": [1, 2, 0]}}).encode()) is None
 
 
+def test_a_lease_whose_count_has_run_for_longer_than_dates_go_back_is_not_understood() -> None:
+    """Each tier that waits for room shows since when."""
+    lease = JanitorRecord(Lease(), None, 0, 0, 0, {}, counting_seconds=(1 << 31) - 1)
+    assert JanitorRecord.unpack(lease.pack()) == lease
+    assert JanitorRecord.unpack(replace(lease, counting_seconds=1 << 31).pack()) is None
+
+
 @pytest.mark.requirement("T3")
 def test_clocks_an_hour_apart_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wall clock is asked at all; each node's other clock began when its machine did."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,23 @@ def test_above_the_high_watermark_the_directory_is_brought_to_the_low_one(tmp_pa
     assert nodes.reports[0].limit_bytes > 0
 
 
+@pytest.mark.parametrize("seconds", [12_000_000_000, -10_000_000], ids=["2350", "1969"])
+def test_a_file_of_an_impossible_time_keeps_no_other_from_being_deleted(tmp_path: Path, seconds: int) -> None:
+    """Somebody has set it: no such file ends the coordinator, which would meet it in each count."""
+    nodes = Nodes(tmp_path / "shared", 1, 4 * MIB)
+    nodes.go_on(10)
+    files = [put(nodes.root, number, payload_bytes=MIB // 4, age_hours=2) for number in range(14)]
+    os.utime(nodes.root / files[0], (seconds, seconds))
+    if (nodes.root / files[0]).stat().st_mtime != seconds:
+        pytest.skip("the file system has no such times")
+    nodes.coordinators[0].janitor._counted_at = None
+    nodes.go_on(10)
+    left = [file for file in files if (nodes.root / file).exists()]
+    assert files[0] in left
+    assert 5 < len(left) < 14
+    assert "1 objects are counted, and not deleted" in nodes.reports[0].reason
+
+
 def test_foreign_files_are_never_touched(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path / "shared", 1, capacity_bytes=8 * MIB)
     nodes.go_on(1)
@@ -328,6 +346,40 @@ def test_a_sparse_file_that_no_daemon_made_does_not_fill_the_tier(root: Path) ->
     with_object = scanned(root)
     assert with_object.used_bytes - after.used_bytes >= 1 << 30
     assert len(with_object.columns) == 2
+
+
+@contextmanager
+def mounted(path: Path, kind: str, options: str) -> Iterator[Path]:
+    """Mount a file system there. Skip the test where that is not possible."""
+    path.mkdir()
+    if subprocess.run(["mount", "-t", kind, "-o", options, kind, str(path)], check=False).returncode:
+        pytest.skip(f"no {kind} can be mounted")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.requirement("I4")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_files_are_counted_where_each_has_the_device_of_its_layer_and_no_other_mount_is(tmp_path: Path) -> None:
+    """Overlayfs shows them so if its layers are on different file systems, as over the image of a live system."""
+    with ExitStack() as mounts:
+        lower = mounts.enter_context(mounted(tmp_path / "lower", "tmpfs", "size=1m"))
+        upper = mounts.enter_context(mounted(tmp_path / "upper", "tmpfs", "size=2m"))
+        for folder in ("files", "work"):
+            (upper / folder).mkdir()
+        layers = f"lowerdir={lower},upperdir={upper / 'files'},workdir={upper / 'work'},xino=off"
+        root = mounts.enter_context(mounted(tmp_path / "shared", "overlay", layers))
+        for folder in FOLDERS:
+            (root / folder).mkdir()
+        assert (root / put(root, 0, payload_bytes=100_000)).stat().st_dev != root.stat().st_dev
+        found = scanned(root)
+        assert len(found.columns) == 1
+        assert found.used_bytes >= 100_000
+        other = mounts.enter_context(mounted(root / "other", "tmpfs", "size=1m"))
+        (other / "file").write_bytes(bytes(500_000))
+        assert scanned(root).used_bytes < 300_000
 
 
 @pytest.mark.parametrize("openat2", [True, False])
