@@ -9,6 +9,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,12 @@ def new_node() -> str:
     """Return a new id for one registration."""
     host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname()).strip(".-")[:_HOST_CHARACTERS]
     return f"{host or 'node'}-{secrets.token_hex(6)}"
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    """Return what no other file has of this name. Raise OSError."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 class Coordinator:
@@ -67,6 +74,8 @@ class Coordinator:
         self._offset_bytes = self._published_bytes  # of an earlier registration
         self._limit_bytes = 0
         self._renewed_at: float | None = None
+        self._renewals = 0  # of this registration
+        self._version = 0, 0, 0  # of this node's file, as it was left
         self._settled = ""  # see `CoordinatorLink.publish`; of all runs of the owner
         self._inherits = ""  # the node that has inherited
 
@@ -112,6 +121,8 @@ class Coordinator:
         reason = ""
         try:
             self._renew()
+        except NotThereError as error:
+            return self._told(str(error), marker_ok=False)
         except OSError as error:
             reason = f"cannot take part: {explained(error)}"
         return self._told(reason or self._janitor.reason, marker_ok=True)
@@ -125,22 +136,23 @@ class Coordinator:
 
         A later janitor reads the nodes' files when it has become janitor. So it knows every limit in use.
         """
-        own = node_file(self._node)
         if self._renewed_at is not None and (
-            self._clock() - self._renewed_at > self._settings.allowed_seconds or not (self._root / own).exists()
+            self._clock() - self._renewed_at > self._settings.allowed_seconds or not self._as_left()
         ):
             self._forget()  # taken for gone, or it may be: what it was allowed is not its own any more
-            own = node_file(self._node)
+        own = node_file(self._node)
         _, record = self._read_lease()
         limit = max(self._limit_bytes, record.limit_of(self._node) if record else 0)
         started = self._clock()
         written = NodeRecord(
-            self._published_bytes - self._offset_bytes, limit, self._seen, self._wanted_bytes, self._settings.owner
-        )
+            self._published_bytes - self._offset_bytes, limit, self._seen, self._wanted_bytes, self._settings.owner,
+            renewals=self._renewals + 1,
+        )  # fmt: skip
         temporary = Path(temporary_file(self._node, _OWN_FILE)).name
         replace_small(self._root, own, written.pack(), temporary)
-        self._server.stamped((self._root / own).stat().st_mtime_ns)
-        self._renewed_at = started
+        self._version = _version(self._root / own)
+        self._server.stamped(self._version[-1])
+        self._renewed_at, self._renewals = started, written.renewals
         if self._settled == self._node != self._inherits and self._settings.owner:
             self._inherit()
         found, again = self._read_lease()
@@ -148,16 +160,32 @@ class Coordinator:
             self._limit_bytes = limit
         if again is not None:
             self._report = again
-        self._janitor.heartbeat(self._node, found, again)
+        self._janitor.heartbeat(self._known.directory_id, self._node, found, again)
         lasts_seconds = self._pace.honoured_seconds(again.lasts_seconds if again else 0)
         self._lease_age_seconds = self._janitor.lease_age_seconds(found) if found else lasts_seconds
         self._current = self._janitor.holding or self._lease_age_seconds < lasts_seconds
+
+    def _as_left(self) -> bool:
+        """Return whether this node's file is there, and is not of an earlier time. Raise OSError.
+
+        A copy of the directory may be in its place, or what was restored of it. Nobody there knows what this node was
+        allowed since, and what this node knows as janitor is not so there.
+        """
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if _version(self._root / node_file(self._node)) == self._version:
+                return True
+            found, record = read_node(self._root, self._node)
+            if record is not None and record.renewals < self._renewals:
+                self._janitor.resign()
+                return False
+            return found is not None
+        return False
 
     def _forget(self) -> None:
         """Register under a new id: nothing is allowed, and what was published before belongs to another id."""
         self._node = self._new_node()
         self._offset_bytes = self._published_bytes
-        self._limit_bytes = 0
+        self._limit_bytes = self._renewals = 0
         self._renewed_at = None
 
     def _inherit(self) -> None:
@@ -174,9 +202,14 @@ class Coordinator:
         self._inherits = self._node
 
     def _read_lease(self) -> tuple[Found | None, JanitorRecord | None]:
-        """Return the lease file and its record. A record with a term below one that was seen came late: None."""
+        """Return the lease file and its record. A record with a term below one that was seen came late: None.
+
+        Raise NotThereError if it is another directory's.
+        """
         found = read_small(self._root, JANITOR, JANITOR_BYTES_MAX)
         record = JanitorRecord.unpack(found.data) if found else None
+        if record is not None and not record.is_of(self._known.directory_id):
+            raise NotThereError(f"{self._root} is another directory than before, by its {JANITOR}")
         if record is None or record.lease.term < self._seen.term:
             return found, None
         self._seen = record.lease

@@ -63,6 +63,7 @@ class Janitor:
         self._pace = pace
         self._nodes = Nodes(self._root, clock, server, settings.silent_seconds)
         self._lease = Lease()
+        self._directory_id = ""
         self._same_since = 0, clock()  # mtime_ns of the lease file, and when it was first met so
         self._lasts_seconds = settings.lease_seconds  # as it was written
         self._contended_at: float | None = None
@@ -116,13 +117,14 @@ class Janitor:
         """Return for how long a count has run, and how many files it has met. None: none runs."""
         return (self._clock() - self._count_began, self._scan.files) if self._scan is not None else None
 
-    def heartbeat(self, node: str, found: Found | None, record: JanitorRecord | None) -> None:
+    def heartbeat(self, directory_id: str, node: str, found: Found | None, record: JanitorRecord | None) -> None:
         """Contend for the lease, or renew it. Raise OSError.
 
         Called once a heartbeat, with the lease file as just read.
         """
+        self._directory_id = directory_id
         if self._kept and self._is_anothers(record):
-            self._resign()
+            self.resign()
         if self._lease.holder != node or (self.holding and self._late()):  # it registered again; it was stopped
             self._suspend()
         if self.holding:
@@ -166,7 +168,7 @@ class Janitor:
         for _ in self._nodes.look(record.shares if record else ()):
             pass
         if self._kept and (record is None or record.lease != self._lease or self._nodes.know_later(self._lease)):
-            self._resign()
+            self.resign()
         lease = Lease(node, max(record.lease.term if record else 0, self._nodes.term_max) + 1)
         told = JanitorRecord(lease, None, 0, 0, 0, {})
         if record is not None and not self._nodes.know_later(record.lease):
@@ -212,8 +214,11 @@ class Janitor:
             self._suspend()
             return False
         found = read_small(self._root, JANITOR, JANITOR_BYTES_MAX)
-        if self._is_anothers(JanitorRecord.unpack(found.data) if found else None):
-            self._resign()
+        record = JanitorRecord.unpack(found.data) if found else None
+        if record is not None and not record.is_of(self._directory_id):
+            self._suspend()  # another directory is in the place of this one
+        elif self._is_anothers(record):
+            self.resign()
         return self.holding
 
     def _late(self) -> bool:
@@ -243,7 +248,8 @@ class Janitor:
         self.holding = self._vouched = False
         self._contended_at = self._look = None
 
-    def _resign(self) -> None:
+    def resign(self) -> None:
+        """Drop everything: another node is or was janitor, or the directory is not as this node has left it."""
         self._suspend()
         self._kept = False
         self._steps, self._order = iter(()), iter(())
@@ -266,6 +272,7 @@ class Janitor:
         record = replace(
             self._told, lease=self._lease, lasts_seconds=lasts_seconds,
             counting_seconds=None if seconds is None else int(seconds), counted_files=files,
+            directory_id=self._directory_id,
         )  # fmt: skip
         temporary = Path(temporary_file(self._lease.holder, _OWN_FILE)).name
         self._lasts_seconds = min(self._lasts_seconds, lasts_seconds)  # it may fail, and have done it or not
@@ -299,7 +306,7 @@ class Janitor:
 
     def _hand_out(self) -> None:
         if self._nodes.know_later(self._lease):
-            self._resign()  # contended for again in the next heartbeat, by a later term and without the ledger
+            self.resign()  # contended for again in the next heartbeat, by a later term and without the ledger
         if not self.holding or not self._still():
             return
         for node, record in self._nodes.records.items():

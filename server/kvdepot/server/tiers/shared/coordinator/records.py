@@ -38,6 +38,7 @@ class NodeRecord:
     wanted_bytes: int = 0  # beyond what is published; 0: it has enough
     owner: str = ""  # whose runs follow one another, `CoordinatorSettings.owner`
     left: bool = False  # its owner has proved that none of its writes is in progress: it is gone
+    renewals: int = 0  # how often the node had written its file: one of fewer is of an earlier time
 
     def pack(self) -> bytes:
         values = {
@@ -49,6 +50,7 @@ class NodeRecord:
             "term": self.lease.term,
             "owner": self.owner,
             "left": int(self.left),
+            "renewals": self.renewals,
         }
         return (json.dumps(values) + "\n").encode()
 
@@ -60,6 +62,7 @@ class NodeRecord:
                 _number(values["published"]), _number(values["limit"]),
                 Lease(_name(values["janitor"]), _number(values["term"])),
                 _number(values["wanted"]), _name(values["owner"]), bool(_number(values["left"])),
+                _number(values.get("renewals", 0)),
             )  # fmt: skip
         except (KeyError, ValueError):
             return None
@@ -69,7 +72,8 @@ class NodeRecord:
 class JanitorRecord:
     """The lease, what the last count found, and everybody's share. `used_bytes` None: not counted yet.
 
-    `counting_seconds`: for how long a count had run when this was written; None: none ran.
+    `counting_seconds`: for how long a count had run when this was written; None: none ran. `directory_id`: by the
+    marker; empty: not said.
     """
 
     lease: Lease
@@ -81,6 +85,11 @@ class JanitorRecord:
     lasts_seconds: int = 0  # without a renewal; 0: as long as any
     counting_seconds: int | None = None
     counted_files: int = 0
+    directory_id: str = ""
+
+    def is_of(self, directory_id: str) -> bool:
+        """Return whether it may be this directory's: another one may have come in its place."""
+        return self.directory_id in ("", directory_id)
 
     def limit_of(self, node: str) -> int:
         share = self.shares.get(node)
@@ -105,6 +114,7 @@ class JanitorRecord:
             "lasts": self.lasts_seconds,
             "counting": self.counting_seconds,
             "counted": self.counted_files,
+            "directory": self.directory_id,
         }
         return (json.dumps(values) + "\n").encode()
 
@@ -122,6 +132,7 @@ class JanitorRecord:
                 {_name(node): _share(share) for node, share in shares.items()},
                 _number(values.get("lasts", 0)),
                 None if counting is None else _number(counting, _SECONDS_MAX), _number(values.get("counted", 0)),
+                _name(values.get("directory", "")),
             )  # fmt: skip
         except (KeyError, ValueError):
             return None

@@ -233,7 +233,7 @@ def test_the_janitor_does_not_hurry_and_who_waits_for_it_does(tmp_path: Path) ->
     coordinator.publish(1 << 40)
     assert not coordinator.allowed
     assert not coordinator.hurried
-    coordinator.janitor._resign()
+    coordinator.janitor.resign()
     assert coordinator.hurried
 
 
