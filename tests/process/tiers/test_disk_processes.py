@@ -30,6 +30,10 @@ from tests.rigs.patience import until
 CAPACITY_BYTES = 8 << 30
 
 
+def run(*command: str | Path, check: bool = True) -> None:
+    subprocess.run([str(part) for part in command], check=check)
+
+
 def test_objects_outlive_the_daemon(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with live(tmp_path / "tier") as first:
@@ -83,6 +87,92 @@ def test_a_directory_that_goes_away_and_comes_back_is_opened_again(tmp_path: Pat
             await under.until(lambda: under.tier.writable, "recovered")
             assert not under.listener.held
             assert (await under.write(4)).outcome is IoOutcome.OK
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.requirement("T5")
+def test_a_directory_that_was_moved_is_another_daemon_s_and_if_it_comes_back_the_next_one_s(tmp_path: Path) -> None:
+    """The first daemon does not know what the other one did there. Its next run does."""
+
+    async def scenario() -> None:
+        root, moved = tmp_path / "tier", tmp_path / "moved"
+        async with live(root) as first:
+            assert (await first.write(1)).outcome is IoOutcome.OK
+            root.rename(moved)
+            await first.until(lambda: not first.tier.readable, "noticed")
+            async with live(moved) as second:
+                (handle,) = second.listener.held
+                assert await second.read(handle) == (IoOutcome.OK, PAYLOAD)
+                assert (await second.write(2)).outcome is IoOutcome.OK
+            moved.rename(root)
+            await first.until(lambda: "only a restart" in first.tier.status().reason, "refused")
+        async with live(root) as first:
+            assert len(first.listener.held) == 2
+            for handle in list(first.listener.held):
+                assert await first.read(handle) == (IoOutcome.OK, PAYLOAD)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.requirement("T5")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_that_is_mounted_again_with_another_device_number_is_opened_again(tmp_path: Path) -> None:
+    """Its store proves it. An empty folder on another device is still where a mount is missing."""
+
+    async def scenario() -> None:
+        root, away, disk = tmp_path / "tier", tmp_path / "away", tmp_path / "disk"
+        disk.mkdir()
+        run("mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", disk)
+        try:
+            async with live(root) as under:
+                handle = (await under.write(1)).handle
+                root.rename(away)
+                root.mkdir()
+                run("mount", "--bind", disk, root)
+                await under.until(lambda: "not mounted?" in under.tier.status().reason, "an empty folder is refused")
+                assert not any(disk.iterdir())
+                run("umount", root)
+                shutil.copytree(away, disk, dirs_exist_ok=True)
+                run("mount", "--bind", disk, root)
+                await under.until(lambda: under.tier.writable, "recovered")
+                assert await under.read(handle) == (IoOutcome.OK, PAYLOAD)
+                assert (await under.write(2)).outcome is IoOutcome.OK
+        finally:
+            run("umount", "-l", root, check=False)
+            run("umount", "-l", disk)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.requirement("T5")
+@pytest.mark.parametrize("locks", [True, False], ids=["with its locks", "without"])
+def test_another_store_in_its_place_loses_nothing_and_is_not_served(tmp_path: Path, *, locks: bool) -> None:
+    """Sequences of two stores are alike, so what one tier knows of them means nothing in the other's directory."""
+
+    async def scenario() -> None:
+        root, other = tmp_path / "tier", tmp_path / "other"
+        async with live(other) as under:
+            for number in range(8):
+                assert (await under.write(100 + number)).outcome is IoOutcome.OK
+        if not locks:
+            for name in ("daemon.lock", "workers.lock"):
+                (other / name).unlink()
+        async with live(root) as under:
+            for number in range(5):
+                assert (await under.write(number)).outcome is IoOutcome.OK
+            under.tier.drop(next(iter(under.listener.held)))
+            root.rename(tmp_path / "away")
+            other.rename(root)
+            await under.until(lambda: "holds another store than before" in under.tier.status().reason, "refused")
+            assert not under.tier.readable
+            root.rename(other)
+            (tmp_path / "away").rename(root)
+            await under.until(lambda: under.tier.writable, "recovered")
+        async with live(other) as under:
+            assert len(under.listener.held) == 8
+            for handle in list(under.listener.held):
+                assert await under.read(handle) == (IoOutcome.OK, PAYLOAD)
 
     asyncio.run(scenario())
 

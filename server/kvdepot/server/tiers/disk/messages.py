@@ -27,10 +27,12 @@ class Begin:
     """Take the locks. `token`: of the workers this daemon has already, empty at its start.
 
     `device`: of the file system that the directory was on before; 0: not known, and the directory may be made.
+    `store_id`: of the store that was there before. It proves the directory, whatever its device is now.
     """
 
     token: str = ""
     device: int = 0
+    store_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,13 @@ class Open:
 
     What is not free although no object has it: `dead` objects, and what is being written.
     `making`: the segment that a worker may be making, and may remove again; -1: none.
+    `store_id`: of the store that was there before. Sequences of another one mean other writes. Empty: any will do.
     """
 
     dead: tuple[Place, ...] = ()
     writing: tuple[Extent, ...] = ()
     making: Signed = -1
+    store_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

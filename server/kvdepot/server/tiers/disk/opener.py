@@ -45,6 +45,8 @@ from kvdepot.server.tiers.disk.messages import (
     Waiting,
 )
 from kvdepot.server.tiers.disk.opening import Opener, failed
+from kvdepot.server.tiers.disk.records import BadFile
+from kvdepot.server.tiers.disk.recovery import read_store
 
 _RETRY_SECONDS = 0.1
 _HELD_SECONDS = 1.0
@@ -116,7 +118,7 @@ class Guard:
         """Check the directory, and make it if it may be made.
 
         A directory that was there before and is gone is not made again. It may be a mount, and the folder below it may
-        belong to another disk.
+        belong to another disk. A disk that is mounted again may have another device number: its store says which it is.
         """
         if not begin.device:
             with naming("mkdir", self._root):
@@ -124,8 +126,18 @@ class Guard:
         with naming("stat", self._root):
             status = self._root.stat()
         refuse_world_writable(self._root, status)
-        if begin.device and status.st_dev != begin.device:
+        store_id = self._store_id()
+        if begin.store_id and store_id not in ("", begin.store_id):
+            raise OSError(0, "holds another store than before", os.fspath(self._root))
+        if begin.device and status.st_dev != begin.device and not (store_id and begin.store_id):
             raise OSError(0, "is on another file system than before: not mounted?", os.fspath(self._root))
+
+    def _store_id(self) -> str:
+        """Return the id of the store that is there; empty if there is none, or none that is understood."""
+        with suppress(OSError, BadFile):
+            store = read_store(self._root)
+            return store.store_id.hex() if store is not None else ""
+        return ""
 
     def _hold(self) -> Iterator[Message]:
         refuse_at = time.monotonic() + _HELD_SECONDS
@@ -152,7 +164,8 @@ class Guard:
         if begin.token and path.exists():
             token = read_token(path)
             if token != begin.token:
-                yield Failed(f"{self._root} was opened by another daemon meanwhile", IoOutcome.IO_ERROR)
+                why = "was opened by another daemon meanwhile, or restored: only a restart of this daemon takes it"
+                yield Failed(f"{self._root} {why}", IoOutcome.GONE)
                 return
         else:
             yield from self._renew(path)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from kvdepot.core.allocator import Extent
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.platform.durable_files import naming
 from kvdepot.server.platform.file_room import explained
@@ -28,7 +27,6 @@ from kvdepot.server.tiers.disk.messages import (
     Failed,
     Message,
     Opened,
-    Place,
     Sync,
     Synced,
     claims_of,
@@ -79,17 +77,21 @@ class Opener:
 
     def answer(self, request: OpenRequest | Compact | Sync) -> Iterator[Message]:
         match request:
-            case OpenRequest(dead, writing, making):
-                yield from self._open(dead, writing, making)
+            case OpenRequest():
+                yield from self._open(request)
             case Compact():
                 yield self._compact(request)
             case Sync():
                 yield self._sync()
 
-    def _open(self, dead: Sequence[Place], writing: Sequence[Extent], making: int) -> Iterator[Message]:
-        held = HeldPlaces.of(dead, writing)
+    def _open(self, request: OpenRequest) -> Iterator[Message]:
+        held = HeldPlaces.of(request.dead, request.writing)
         try:
-            store, layout = self._open_store()
+            before = read_store(self._root)
+            if before is not None and request.store_id not in ("", before.store_id.hex()):
+                yield Failed(f"{self._root} holds another store than before", IoOutcome.GONE)
+                return
+            store, layout = self._open_store(before)
             index = read_index(self._root, store, layout)
         except (BadFile, ConfigError) as error:
             yield Failed(f"{self._root}: {error}", IoOutcome.IO_ERROR)
@@ -99,14 +101,13 @@ class Opener:
             return
         overwritten, overtaken = settle(index.puts, held)
         index, held = _without(index, overwritten), held.without(overtaken)
-        opened = self._write(store, layout, index, held.end_bytes, making)
+        opened = self._write(store, layout, index, held.end_bytes, request.making)
         yield replace(opened, overtaken=tuple(overtaken.tolist()))
         yield from claims_of(_used_runs(index.puts, held))
         yield from objects_of(index.puts)
         yield Done()
 
-    def _open_store(self) -> tuple[Store, DiskLayout]:
-        store = read_store(self._root)
+    def _open_store(self, store: Store | None) -> tuple[Store, DiskLayout]:
         layout = self._layout(store)
         if store is None:
             store = make_store(self._root, layout, self._random_bytes)

@@ -8,6 +8,7 @@ told `opening_lost`, and starts the next one. Nothing is written without the loc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -72,6 +73,7 @@ class Openings:
         self._guard = guard
         self._token = ""
         self._device = 0
+        self._store_id = ""
 
     @property
     def idle(self) -> bool:
@@ -82,7 +84,7 @@ class Openings:
         self.locked = False
         try:
             self.link.start(self.on_message)
-            self.link.send(Begin(self._token, self._device))
+            self.link.send(Begin(self._token, self._device, self._store_id))
         except Exception as error:  # noqa: BLE001 - an OSError, or whatever it is: tried again
             if not isinstance(error, OSError):
                 self._guard.caught("the start of an opening process", error)
@@ -127,7 +129,7 @@ class Openings:
 
     def _begin(self) -> None:
         self.reopening = Reopening(self._medium, self._listener.tell_found, self._listener.tell_lost)
-        self.link.send(self.reopening.begin(self._making()))
+        self.link.send(replace(self.reopening.begin(self._making()), store_id=self._store_id))
 
     def _take(self, message: Message) -> None:
         match message:
@@ -142,6 +144,7 @@ class Openings:
             case Ended():
                 self._lose("the opening process ended")
             case Opened() if self.reopening is not None:
+                self._store_id = message.store_id
                 self.reopening.opened(message)
             case Claims(fragments) if self.reopening is not None:
                 self._claim(fragments)

@@ -102,6 +102,7 @@ class DiskTier:
         self._openings = Openings(opener, medium, self, lambda: self._growth.making, guard)
         self._listener: TierListener | None = None
         self._serves = False  # opened once, and the directory has not gone since
+        self._token = ""  # of workers that may have entered the directory
         self._tend_at = 0.0
         self._probing = False
         self._closing = False
@@ -316,8 +317,8 @@ class DiskTier:
         self._health.short_of(self._growth.refused)
         for note in facts.notes:
             self._log.warning("tier %s: %s", self.name, note)
-        self._data.renew(token)
-        self._journal_workers.renew(token)
+        self._token = token
+        self._renew_workers()
         self._guard.call("quarantine", medium.quarantine.tend)
         if facts.refused:
             self._health.worsen(State.READ_ONLY, facts.refused)
@@ -331,7 +332,14 @@ class DiskTier:
 
     def opening_lost(self, reason: str, *, gone: bool) -> None:
         self._serves = self._serves and not gone
+        if gone and self._token:  # in its new place, a daemon that opens it waits until all workers have left it
+            self._renew_workers()
+            self._token = ""
         self._stop_writing(reason)
+
+    def _renew_workers(self) -> None:
+        self._data.renew(self._token)
+        self._journal_workers.renew(self._token)
 
     def opening_waits(self, reason: str) -> None:
         self._health.note(reason)
