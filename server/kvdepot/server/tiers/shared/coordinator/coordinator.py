@@ -19,7 +19,7 @@ from kvdepot.server.storage.shared_layout import JANITOR, node_file, temporary_f
 from kvdepot.server.tiers.shared.coordinator.files import Found, ServerClock, read_small, replace_small
 from kvdepot.server.tiers.shared.coordinator.janitor import Janitor
 from kvdepot.server.tiers.shared.coordinator.nodes import read_node, registered
-from kvdepot.server.tiers.shared.coordinator.opening import NotThereError, check_directory, open_directory
+from kvdepot.server.tiers.shared.coordinator.opening import NotThereError, check_directory, make_folders, open_directory
 from kvdepot.server.tiers.shared.coordinator.pace import Pace
 from kvdepot.server.tiers.shared.coordinator.records import JANITOR_BYTES_MAX, JanitorRecord, Lease, NodeRecord
 from kvdepot.server.tiers.shared.coordinator.settings import Before, CoordinatorSettings
@@ -61,6 +61,7 @@ class Coordinator:
         self._new_node = new_node
         self._known = before.known
         self._opened = False
+        self._folders_gone = False  # of the tier's own, one may be: somebody removed it, or did not restore it
         self._published_bytes = before.published_bytes
         self._wanted_bytes = 0
         self._server = ServerClock(clock)
@@ -120,10 +121,14 @@ class Coordinator:
             return self._told(str(error), marker_ok=False) if self._opened else Failed(str(error))
         reason = ""
         try:
+            if self._folders_gone:
+                make_folders(self._root)
             self._renew()
+            self._folders_gone = False
         except NotThereError as error:
             return self._told(str(error), marker_ok=False)
         except OSError as error:
+            self._folders_gone |= isinstance(error, FileNotFoundError)
             reason = f"cannot take part: {explained(error)}"
         return self._told(reason or self._janitor.reason, marker_ok=True)
 

@@ -55,11 +55,16 @@ def open_directory(root: Path, known: Known, created_by: str, *, on_root_filesys
             )
         _make_marker(root, created_by)
     found = check_directory(root, known)
+    make_folders(root)
+    return found
+
+
+def make_folders(root: Path) -> None:
+    """Make the folders that are missing. Raise NotThereError or OSError. The caller has just checked the marker."""
     for folder in FOLDERS:
         with naming("mkdir", root / folder):
             (root / folder).mkdir(mode=0o700, exist_ok=True)
         _check_folder(root, folder)
-    return found
 
 
 def check_directory(root: Path, known: Known) -> Known:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from kvdepot.server.storage.shared_layout import JANITOR, node_file
+from kvdepot.server.storage.shared_layout import JANITOR, MARKER, node_file
 from kvdepot.server.tiers.shared.coordinator import coordinator as coordinator_module
 from kvdepot.server.tiers.shared.coordinator.files import replace_small, taken_bytes
 from kvdepot.server.tiers.shared.coordinator.opening import Known, check_directory
@@ -183,3 +184,44 @@ def test_files_of_a_version_that_says_neither_renewals_nor_the_directory_are_und
     assert old.is_of("ab")
     assert old.is_of("cd")
     assert not janitor.is_of("cd")
+
+
+@pytest.mark.requirement("T5")
+@pytest.mark.parametrize("gone", [[".tmp"], [".nodes"], [".tmp", ".nodes", ".quarantine"]], ids=" ".join)
+def test_folders_that_were_removed_or_not_restored_are_made_again_beside_the_marker_alone(
+    tmp_path: Path, gone: list[str]
+) -> None:
+    nodes = Nodes(tmp_path / "shared", 2)
+    nodes.go_on(10)
+    for folder in gone:
+        shutil.rmtree(nodes.root / folder)
+    marker = nodes.root / MARKER
+    marker.rename(tmp_path / "marker")
+    nodes.go_on(3)
+    assert not set(gone) & set(nodes.listed()), "not mounted, perhaps"
+    (tmp_path / "marker").rename(marker)
+    nodes.go_on(20)
+    assert [report.reason for report in nodes.reports] == ["", ""]
+    assert {*gone, MARKER} <= set(nodes.listed())
+    assert [report.is_janitor for report in nodes.reports].count(True) == 1
+    assert all(report.limit_bytes > MIB for report in nodes.reports)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_directory_without_its_folders_is_read_where_they_cannot_be_made(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path / "shared", 1)
+    nodes.go_on(10)
+    shutil.rmtree(nodes.root / ".tmp")
+    nodes.go_on(1)
+    subprocess.run(["mount", "--bind", nodes.root, nodes.root], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", nodes.root], check=True)
+        for _ in range(3):
+            report = nodes.coordinators[0].heartbeat()
+            assert isinstance(report, Report)
+            assert report.marker_ok
+            assert "Read-only file system" in report.reason
+    finally:
+        subprocess.run(["umount", nodes.root], check=True)
+    nodes.go_on(3)
+    assert nodes.reports[0].reason == ""
