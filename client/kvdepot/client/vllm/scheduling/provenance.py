@@ -53,12 +53,18 @@ class Provenance:
     def named_beyond(self, hashes: Sequence[bytes], tokens: int) -> bool:
         """Note that the cached blocks of a request beyond its first tokens are foreign. Return whether there are any.
 
-        Only whole blocks are looked for, and tails of blocks: what the engine's cache knows by one of the `hashes`.
+        Such blocks are of one step, and lie in a row. So the search ends with a gap of more than the longest block: a
+        long prompt has thousands of hashes.
         """
-        beyond = hashes[tokens // self._hash_block_tokens :]
-        cached = {self._holds.cached(named, group) for named in beyond for group, _ in self._groups} - {None}
-        self._foreign.update(block_id for block_id in cached if block_id is not None)
-        return bool(cached)
+        step, found, end = self._hash_block_tokens, False, tokens
+        for at in range(tokens // step, len(hashes)):
+            cached = {self._holds.cached(hashes[at], group) for group, _ in self._groups} - {None}
+            if cached:
+                self._foreign.update(block_id for block_id in cached if block_id is not None)
+                found, end = True, (at + 1) * step
+            elif (at + 1) * step - end >= self.longest_tokens + step:
+                break
+        return found
 
     def hits_foreign(self, tables: Sequence[Sequence[int]], hashes: Sequence[bytes], tokens: int) -> bool:
         """Return whether one of the blocks with a request's first tokens is foreign. `tokens` are whole blocks.

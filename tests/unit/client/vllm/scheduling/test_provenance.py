@@ -50,6 +50,28 @@ def test_foreign_blocks_count_again_once_they_are_computed(provenance: Provenanc
     assert provenance.any_foreign_of([4, 5])
 
 
+@pytest.mark.requirement("I1", "I2")
+def test_named_blocks_beyond_what_is_computed_are_found_in_a_few_lookups(provenance: Provenance) -> None:
+    """The second group has blocks of four hashes."""
+    asked: list[int] = []
+
+    def cached(named: bytes, group: int) -> int | None:
+        at = int(named)
+        asked.append(at)
+        return {0: {2: 3, 4: 4}, 1: {7: 5}}[group].get(at)
+
+    holds: Any = SimpleNamespace(cached=cached)
+    provenance._holds = holds
+    provenance._groups, provenance.longest_tokens = [(0, 16), (1, 64)], 64
+    hashes = [b"%d" % at for at in range(1000)]
+    assert provenance.named_beyond(hashes, 2 * 16 + 3)
+    assert [block_id for block_id in (3, 4, 5) if not provenance.any_foreign_of([block_id])] == []
+    assert max(asked) == 12, "a gap of more than the longest block ends it"
+    assert min(asked) == 2, "it ends beyond"
+    assert not provenance.named_beyond(hashes, 16 * 16)
+    assert not provenance.named_beyond(hashes, 16_000)
+
+
 @pytest.mark.requirement("P2")
 def test_of_an_adapter_that_was_replaced_nothing_counts_that_was_there(provenance: Provenance) -> None:
     old, other = ("old", "/old"), ("other", "/other")
