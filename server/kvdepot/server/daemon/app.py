@@ -271,7 +271,7 @@ def _reread(options: argparse.Namespace) -> Config:
 
 
 class _Reloads:
-    """Reloads that SIGHUP asks for. During the start they wait for its end: the file may have changed since its read."""
+    """Reloads that SIGHUP asks for. During a start they wait for its end: the file may have changed since then."""
 
     def __init__(self) -> None:
         self._begin: Callable[[], asyncio.Task[None]] | None = None

@@ -27,7 +27,7 @@ WAIT_SECONDS: Final = 1.0
 WAITING_MAX: Final = 10_000
 """Lines that wait for the file; further ones go to the daemon's log alone."""
 _STEP_SECONDS: Final = 0.005
-"""Between two looks whether the file is closed: at its end the daemon starts no thread, for which there may be no room."""
+"""Between two looks whether the file is closed. At its end the daemon starts no thread: there may be no room."""
 _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
@@ -95,7 +95,7 @@ class AuditLog:
         if self._path is not None:
             self._work.put(None)
             until = time.monotonic() + WAIT_SECONDS
-            while not self._ended.is_set() and time.monotonic() < until:
+            while not self._ended.is_set() and time.monotonic() < until:  # noqa: ASYNC110 - a thread sets it
                 await asyncio.sleep(_STEP_SECONDS)
 
     def _to_daemons_log(self, fields: Mapping[str, Any], reason: str) -> None:

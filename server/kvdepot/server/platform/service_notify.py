@@ -20,8 +20,8 @@ _PINGS_PER_LIMIT = 4
 class ServiceNotifier:
     """Silent when there is no socket. Never blocks and never raises: the daemon lives without its supervisor.
 
-    The supervisor's queue is full now and then. What has to arrive waits for room: READY=1, without which a start fails,
-    and descriptors, without which RAM is lost. A ping does not.
+    The supervisor's queue is full now and then. What has to arrive waits for room: READY=1, without which a start
+    fails, and descriptors, without which RAM is lost. A ping does not.
     """
 
     def __init__(self, environ: MutableMapping[str, str], *, pid: int, clock: Callable[[], float]) -> None:
