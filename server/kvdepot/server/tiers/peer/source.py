@@ -67,6 +67,8 @@ class SourceWorkers(PassedWorkers):
         self._nixl_backoff = Backoff(NIXL_SECONDS_MIN, NIXL_SECONDS_MAX)
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
+        names = self._peer.names
+
         def answered(answer: Answer) -> None:
             if self.figures.answered(job, answer):
                 self._is_back()
@@ -76,6 +78,8 @@ class SourceWorkers(PassedWorkers):
                 if answer.lane:
                     self._count(f"peer_loaded_bytes.{answer.lane.partition(':')[0]}", answer.stored_bytes)
                 self._choose_lane(answer)
+                if not set(names) <= set(self._peer.names):
+                    answer = Answer(IoOutcome.CANCELLED, "a name of peers was taken away while it was read")
             done(self._settled(answer))
 
         if self._clock() >= self._nixl_at:
@@ -138,7 +142,10 @@ class SourceWorkers(PassedWorkers):
         await self._pool.leave()
 
     def use_names(self, names: tuple[str, ...]) -> None:
-        """Accept certificates with these names from now on. Workers of before finish their jobs."""
+        """Accept certificates with these names from now on. Workers of before finish their jobs.
+
+        If a name is gone, nobody gets what they read: it may have come from who had it.
+        """
         self._renew(replace(self._peer, names=names))
 
     def _renew(self, peer: PeerSettings) -> None:

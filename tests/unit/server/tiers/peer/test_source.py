@@ -76,6 +76,20 @@ class World:
         return self.look_up(Answer(IoOutcome.OK, lengths=lengths, source_id=source_id))
 
 
+@pytest.mark.requirement("S3")
+@pytest.mark.parametrize(
+    ("names", "outcome"),
+    [(("DNS:a", "DNS:b"), IoOutcome.OK), (("DNS:b",), IoOutcome.CANCELLED), ((), IoOutcome.CANCELLED)],
+)
+def test_what_was_read_while_a_name_was_taken_away_is_not_used(names: tuple[str, ...], outcome: IoOutcome) -> None:
+    world = World()
+    answers: list[Answer] = []
+    world.workers.submit(READ, priority=Priority.LOAD, done=answers.append)
+    world.workers.use_names(names)
+    world.pool.jobs.pop()(Answer(IoOutcome.OK))
+    assert [one.outcome for one in answers] == [outcome]
+
+
 def test_a_peer_that_is_back_may_have_again_what_it_does_not_have_at_once() -> None:
     world = World()
     assert world.has(5, ABSENT) == (5, ABSENT)
