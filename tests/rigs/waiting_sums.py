@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 
 from kvdepot.server.daemon import checksums
 
@@ -22,6 +23,7 @@ if __name__ == "__main__":
         runpy.run_module(_WORKER, run_name="__main__", alter_sys=True)
     else:
         checksums._MODULE = MODULE
+        os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # workers import nothing from the current directory
         checksums.ANSWER_SECONDS_MAX = 3600.0  # a test may take its time
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

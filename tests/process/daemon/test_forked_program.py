@@ -86,7 +86,7 @@ def test_children_of_a_copy_are_its_own_with_their_commands_and_descriptors(dire
         workers = children(node.pid, WORKER)
         for pid in workers:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-            assert words[1:3] == [b"-m", WORKER] and words[5:7] == [str(node.pid).encode(), bytes(directory)]
+            assert words[1:3] == [b"-Pm", WORKER] and words[5:7] == [str(node.pid).encode(), bytes(directory)]
             wait_until(lambda pid=pid: len(numbers(pid)) <= 4, "it has its socket, the arena and the directory's lock")
             assert int(words[4]) in numbers(pid)
             assert os.getpgid(pid) == os.getpgid(node.pid)

@@ -45,6 +45,7 @@ NOTHING = FROM_READER.pack(Locate(()))
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))  # not the current directory
     monkeypatch.setattr(peer_source, "_MODULE", hasty_peer_server.__name__)
 
 

@@ -104,6 +104,9 @@ def test_a_janitor_that_was_stopped_deletes_nothing_on_its_old_term(
 ) -> None:
     root, log = tmp_path / "shared", tmp_path / "log"
     monkeypatch.setenv(logged_coordinator.LOG, str(log))
+    monkeypatch.setenv(
+        "PYTHONPATH", str(Path(__file__).parents[3])
+    )  # children do not import from the current directory
     monkeypatch.setattr("kvdepot.server.tiers.shared.coordinator_process._MODULE", "tests.rigs.logged_coordinator")
 
     def lines() -> list[str]:

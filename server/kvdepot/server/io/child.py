@@ -21,7 +21,8 @@ def spawn(
     """Start a child. Return its process, our end of its socket, and its pidfd.
 
     Nothing is left if one of them cannot be had (OSError). `arguments` gets the number of the child's end of the
-    socket; the child inherits that and `fds`. `niceness`, more than the caller's, is set from here: the child's imports
+    socket; the child inherits that and `fds`. With `-P` it imports nothing from the current directory, in which another
+    user may have placed a module. `niceness`, more than the caller's, is set from here: the child's imports
     take 0.1 s of CPU before it could. To start a child takes 0.5 ms, measured. That is not worth a thread, which would
     also have to outlive the child (prctl(2): the parent of PR_SET_PDEATHSIG is a thread).
     """
@@ -31,7 +32,7 @@ def spawn(
         ours.setblocking(False)
         with theirs, _blocked(_OF_THE_DAEMON):
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, arguments(theirs.fileno()))],
+                [sys.executable, "-Pm", module, *map(str, arguments(theirs.fileno()))],
                 pass_fds=(*fds, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
             )

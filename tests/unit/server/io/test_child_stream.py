@@ -6,10 +6,11 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from kvdepot.server.io import child_stream
+from kvdepot.server.io import child, child_stream
 from kvdepot.server.io.child_stream import ChildStream
 
 
@@ -39,3 +40,13 @@ def test_what_came_while_no_process_ran_is_not_the_first_thing_that_the_next_one
 
     asyncio.run(run())
     far[0].close()
+
+
+def test_a_child_imports_nothing_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that is started in /tmp would run what another user has placed there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "platform.py").write_text("raise SystemExit(9)\n")
+    process, ours, pidfd = child.spawn("platform", lambda fd: ())
+    ours.close()
+    os.close(pidfd)
+    assert process.wait() == 0
