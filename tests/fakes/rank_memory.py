@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvdepot.client.vllm.base.cache_views import layer_spec
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec
 
 
@@ -29,8 +30,8 @@ class RankMemory:
         self._alike = {
             name
             for group in layout.kv_cache_groups
-            if isinstance(group.kv_cache_spec, MLAAttentionSpec)
             for name in group.layer_names
+            if isinstance(layer_spec(group.kv_cache_spec, name), MLAAttentionSpec)
         }
         page = 2048
         places = max(2, *(len(group.layer_names) for group in layout.kv_cache_groups))

@@ -42,7 +42,11 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -52,6 +56,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -162,16 +167,21 @@ def cache_layout(
     state_block: int = BLOCK,
     windows: Sequence[int] = (),
     latent: bool = False,
+    mixed: bool = False,
     full: bool = True,
 ) -> KVCacheConfig:
     """One attention group of two layers, with `hybrid` two recurrent groups, and a group of one layer a window.
 
-    `latent`: attention keeps one latent vector a token, the same on every rank (MLA). `full` False: windows alone.
+    `latent`: attention keeps one latent vector a token, the same on every rank (MLA). `mixed`: its first layer does,
+    and the other one keeps heads of its own, as a drafter of another kind. `full` False: windows alone.
     `state_block`: tokens of a block of the recurrent groups; the others have `BLOCK`.
     """
     heads: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "dtype": torch.float32}
     own, shared = FullAttentionSpec(head_size=8, **heads), MLAAttentionSpec(head_size=16, max_tp_shards=1, **heads)
-    attention = shared if latent else own
+    attention: Any = shared if latent else own
+    if mixed:
+        by_layer = dict(zip(ATTENTION_LAYERS, (shared, own), strict=True))
+        attention = UniformTypeKVCacheSpecs(BLOCK, kv_cache_specs=by_layer)
     groups = [KVCacheGroupSpec(list(ATTENTION_LAYERS), attention)] if full else []
     for window in windows:
         sliding = SlidingWindowSpec(head_size=8, sliding_window=window, **heads)
@@ -230,6 +240,7 @@ class ScriptedEngine(SleepMode):
         state_block: int = BLOCK,
         windows: Sequence[int] = (),
         latent: bool = False,
+        mixed: bool = False,
         full: bool = True,
         pipeline: bool = False,
         wait: bool = True,
@@ -256,12 +267,12 @@ class ScriptedEngine(SleepMode):
         self._begin(monkeypatch, max_cpu_loras)
         self._connect(monkeypatch, streams)
         config |= {"engine_id": self.name, "pipeline": pipeline, "state_block": state_block, "runs_ahead": runs_ahead}
-        self.layout = self._cache_layout(
+        layout = self._cache_layout(
             hybrid=hybrid, blocks=blocks, retention=retention, state_block=state_block, windows=windows, latent=latent,
-            full=full,
+            mixed=mixed, full=full,
         )  # fmt: skip
-        layouts = [stage_layout(self.layout, rank, ranks) if pipeline else self.layout for rank in range(ranks)]
-        self.memories = [self._rank_memory(layout, rank) for rank, layout in enumerate(layouts)]
+        self.layout = generate_scheduler_kv_cache_config([layout])
+        self.memories = self._rank_memories(layout, pipeline=pipeline)
         configure = functools.partial(self._engine_config, folder, hybrid=hybrid, ranks=ranks, **config)
         self.workers = [_worker(configure(), memory) for memory in self.memories]
         self.config = configure()
@@ -273,7 +284,6 @@ class ScriptedEngine(SleepMode):
         self._pipeline = pipeline
         self.shake_hands(heard)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
-        init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.tokens: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -295,6 +305,7 @@ class ScriptedEngine(SleepMode):
 
     def _begin(self, monkeypatch: pytest.MonkeyPatch, max_cpu_loras: int) -> None:
         """The connector that is made next takes this for its process's start."""
+        init_none_hash(sha256)
         self._max_cpu_loras = max_cpu_loras
         started_ns = time.time_ns()
         monkeypatch.setattr(file_state, "process_started_ns", lambda: started_ns)
@@ -322,6 +333,11 @@ class ScriptedEngine(SleepMode):
 
     def _cache_layout(self, **options: Any) -> KVCacheConfig:
         return cache_layout(**options)
+
+    def _rank_memories(self, layout: KVCacheConfig, *, pipeline: bool) -> list[Any]:
+        ranks = range(self.ranks)
+        layouts = [stage_layout(layout, rank, self.ranks) if pipeline else layout for rank in ranks]
+        return [self._rank_memory(layout, rank) for rank, layout in zip(ranks, layouts, strict=True)]
 
     def _rank_memory(self, layout: KVCacheConfig, rank: int) -> Any:
         return RankMemory(layout, rank)

@@ -195,6 +195,18 @@ def test_latent_attention_is_stored_once_and_loaded_by_every_rank(make: Make) ->
     engine.assert_clean()
 
 
+@pytest.mark.requirement("P12", "I1")
+def test_every_rank_stores_its_own_heads_of_a_group_whose_first_layer_is_a_latent(make: Make) -> None:
+    """vLLM's scheduler has the spec of the first layer for the whole group."""
+    tokens = prompt(6.5)
+    engine = make(mixed=True, ranks=2, settings=SETTINGS)
+    assert engine.generate(tokens) == cold(tokens)
+    engine.reset()
+    assert engine.generate(tokens) == cold(tokens)
+    assert list(engine.hits.values()) == [0, 6 * BLOCK]
+    engine.assert_clean()
+
+
 @pytest.mark.requirement("P11", "I1")
 def test_a_request_that_is_aborted_during_its_load_stores_nothing(make: Make) -> None:
     """vLLM counts the tokens of a load as computed from its allocation on, and hands the blocks over at the abort."""

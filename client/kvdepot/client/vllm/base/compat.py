@@ -238,13 +238,12 @@ def group_window_tokens(spec: Any) -> int:
     return int(get_kv_cache_spec_sliding_window(spec) or 0)
 
 
-def group_is_replicated(spec: Any, tensor_parallel_size: int, pipeline_parallel_size: int) -> bool:
-    """Whether every rank holds the same bytes, by vLLM's own word of each layer: MLA's latent is in one shard.
+def in_one_shard(spec: Any) -> bool:
+    """Whether tensor parallel ranks hold the same bytes, by vLLM's word of each layer: MLA's latent is in one shard.
 
     Of KV heads that are fewer than ranks vLLM says nothing, which it takes for not replicated itself (docs/adr/0033).
+    Asked on a rank: vLLM's scheduler has the spec of one layer for a group of several.
     """
-    if tensor_parallel_size < 2 or pipeline_parallel_size > 1:
-        return False
     return all(getattr(layer, "max_tp_shards", None) == 1 for layer in iter_layer_specs(spec))
 
 
@@ -415,11 +414,11 @@ __all__ = [
     "default_hash_seed",
     "environment_facts",
     "event_kinds",
-    "group_is_replicated",
     "group_kind",
     "group_window_tokens",
     "has_auxiliary_outputs",
     "has_drafts",
+    "in_one_shard",
     "hash_lookahead_tokens",
     "hash_block_tokens",
     "is_chunked_local",

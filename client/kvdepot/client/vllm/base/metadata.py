@@ -112,6 +112,7 @@ class RankFacts(KVConnectorHandshakeMetadata):
     layers: tuple[LayerFacts, ...]
     software: tuple[tuple[str, str], ...]  # torch, device, instruction set, ...: what may change a byte
     problem: str = ""  # why this rank can copy nothing; empty if it can
+    one_shard_groups: tuple[int, ...] = ()  # of the planner, those of which tensor parallel ranks hold the same bytes
 
     @property
     def digest(self) -> str:

@@ -286,16 +286,18 @@ def check_ranks(facts: Sequence[RankFacts], world_size: int) -> str:
 def group_specs(
     kv_cache_config: Any, group_ids: Sequence[int], facts: Sequence[RankFacts], parallel_config: Any
 ) -> tuple[GroupSpec, ...]:
-    """Return the planner's view of the engine's groups, with the sizes that the ranks measured."""
+    """Return the planner's view of the engine's groups, with the sizes that the ranks measured.
+
+    Only the ranks know all layers of a group (docs/adr/0033). Stages of a pipeline have other layers each.
+    """
     specs = []
     ordered = sorted(facts, key=lambda rank: rank.rank)
+    alike = parallel_config.tensor_parallel_size > 1 and parallel_config.pipeline_parallel_size == 1
     for group, engine_group in enumerate(group_ids):
         spec = kv_cache_config.kv_cache_groups[engine_group].kv_cache_spec
         kind = compat.group_kind(spec)
         assert kind is not None  # refused at start
-        replicated = compat.group_is_replicated(
-            spec, parallel_config.tensor_parallel_size, parallel_config.pipeline_parallel_size
-        )
+        replicated = alike and all(group in rank.one_shard_groups for rank in ordered)
         sizes = tuple(sum(layer.block_bytes for layer in rank.layers if layer.group == group) for rank in ordered)
         layers = {layer.name: None for rank in ordered for layer in rank.layers if layer.group == group}
         specs.append(

@@ -40,7 +40,7 @@ def start_rank(
     layers, copies, audit, problem = _memory(
         rank, kv_caches, kv_cache_config, group_ids, attachment, settings, failures
     )
-    facts = _facts(rank, layers, problem)
+    facts = _facts(rank, layers, problem, _one_shard_groups(kv_cache_config, group_ids))
     return WorkerSide(rank, attachment, copies, layers, audit, facts.digest), facts
 
 
@@ -68,7 +68,7 @@ def replace_caches(
     layers, copies, audit, problem = _memory(
         facts.rank, kv_caches, kv_cache_config, group_ids, side.attachment, settings, failures
     )
-    facts = _facts(facts.rank, layers, problem)
+    facts = _facts(facts.rank, layers, problem, _one_shard_groups(kv_cache_config, group_ids))
     side.replace(copies, layers, audit, facts.digest)
     return facts
 
@@ -102,8 +102,14 @@ def _memory(
     return layers, copies, audit, ""
 
 
-def _facts(rank: int, layers: RankLayers, problem: str) -> RankFacts:
-    return RankFacts(rank, _BOOT_ID.read_text().strip(), layers.facts, software_facts(layers), problem)
+def _facts(rank: int, layers: RankLayers, problem: str, one_shard_groups: tuple[int, ...] = ()) -> RankFacts:
+    boot_id = _BOOT_ID.read_text().strip()
+    return RankFacts(rank, boot_id, layers.facts, software_facts(layers), problem, one_shard_groups)
+
+
+def _one_shard_groups(kv_cache_config: Any, group_ids: Sequence[int]) -> tuple[int, ...]:
+    specs = (kv_cache_config.kv_cache_groups[engine_group].kv_cache_spec for engine_group in group_ids)
+    return tuple(group for group, spec in enumerate(specs) if compat.in_one_shard(spec))
 
 
 def _copier(views: Sequence[torch.Tensor], settings: Settings, log: logging.Logger) -> BlockCopier:

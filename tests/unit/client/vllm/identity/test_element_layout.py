@@ -29,8 +29,8 @@ HEADS: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "d
 LAYER = LayerFacts("a0", 0, "bfloat16", (1, 16, 16), (1, 2), 512, "")
 
 
-def facts_of(*layers: LayerFacts, ranks: int = 1) -> list[RankFacts]:
-    return [RankFacts(rank, "boot", layers, ()) for rank in reversed(range(ranks))]
+def facts_of(*layers: LayerFacts, ranks: int = 1, one_shard_groups: tuple[int, ...] = ()) -> list[RankFacts]:
+    return [RankFacts(rank, "boot", layers, (), "", one_shard_groups) for rank in reversed(range(ranks))]
 
 
 def said(
@@ -63,7 +63,7 @@ def test_a_replicated_part_is_said_once_and_layers_of_other_sizes_by_themselves(
     spec = MLAAttentionSpec(max_tp_shards=1, **HEADS)
     config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a0", "a1"], spec)])
     layers = (LAYER, replace(LAYER, name="a1", block_bytes=256, dtype="float16"))
-    found = said(config, facts_of(*layers, ranks=4), tensor=4)
+    found = said(config, facts_of(*layers, ranks=4, one_shard_groups=(0,)), tensor=4)
     assert found == {Kind.ATTENTION: (ElementRun("bfloat16", 2048), ElementRun("float16", 1024))}
 
 

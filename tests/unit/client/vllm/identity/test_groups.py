@@ -110,27 +110,24 @@ def test_sliding_layers_that_an_operator_keeps_in_full_are_attention() -> None:
 
 @pytest.mark.requirement("P12")
 @pytest.mark.parametrize(
-    ("spec", "tensor", "pipeline", "replicated"),
+    ("spec", "one_shard"),
     [
-        (LATENT, 2, 1, True),
-        (of_layers(LATENT, MLAAttentionSpec(max_tp_shards=1, **HEADS | {"head_size": 16})), 2, 1, True),
-        (LATENT, 1, 1, False),
-        (LATENT, 2, 2, False),
-        (of_layers(FULL, LATENT), 2, 1, False),
-        (MLAAttentionSpec(**HEADS), 2, 1, False),
-        (FULL, 2, 1, False),
-        (FullAttentionSpec(max_tp_shards=1, **HEADS), 2, 1, True),
-        (FullAttentionSpec(max_tp_shards=2, **HEADS), 4, 1, False),
-        (WINDOW, 2, 1, False),
-        (state(), 2, 1, False),
+        (LATENT, True),
+        (of_layers(LATENT, MLAAttentionSpec(max_tp_shards=1, **HEADS | {"head_size": 16})), True),
+        (of_layers(FULL, LATENT), False),
+        (of_layers(LATENT, FULL), False),
+        (MLAAttentionSpec(**HEADS), False),
+        (FULL, False),
+        (FullAttentionSpec(max_tp_shards=1, **HEADS), True),
+        (FullAttentionSpec(max_tp_shards=2, **HEADS), False),
+        (WINDOW, False),
+        (state(), False),
     ],
     ids=str,
 )
-def test_a_group_is_the_same_on_every_rank_where_vllm_says_so_of_each_layer(
-    spec: Any, tensor: int, pipeline: int, replicated: bool
-) -> None:
+def test_a_group_is_the_same_on_every_rank_where_vllm_says_so_of_each_layer(spec: Any, one_shard: bool) -> None:
     """Of one KV head for two ranks it does not say it (0.32); of a latent it does."""
-    assert compat.group_is_replicated(spec, tensor, pipeline) is replicated
+    assert compat.in_one_shard(spec) is one_shard
 
 
 @pytest.mark.requirement("P12")
@@ -138,7 +135,7 @@ def test_a_latent_group_has_one_part_however_many_ranks() -> None:
     config = KVCacheConfig(8, [], [KVCacheGroupSpec(["m0", "m1"], LATENT), KVCacheGroupSpec(["w"], WINDOW)])
     layers = [LayerFacts(name, group, "float32", (1, 16, 8), (1, 2), 512, "") for name, group in
               (("m0", 0), ("m1", 0), ("w", 1))]  # fmt: skip
-    facts = [RankFacts(rank, "boot", tuple(layers), ()) for rank in range(4)]
+    facts = [RankFacts(rank, "boot", tuple(layers), (), one_shard_groups=(0,)) for rank in range(4)]
     parallel = SimpleNamespace(tensor_parallel_size=4, pipeline_parallel_size=1)
     planner = Planner(identity.group_specs(config, (0, 1), facts, parallel), 64)
     assert planner.object_bytes(Kind.ATTENTION) == 4 * 2 * 512  # blocks, layers

@@ -367,10 +367,13 @@ def test_a_stage_without_layers_of_a_group_has_no_bytes_of_it(folder: Path) -> N
 def test_a_latent_that_ranks_replicate_is_stored_once_but_by_each_stage_of_a_pipeline(folder: Path) -> None:
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32, max_tp_shards=1)
     layout = KVCacheConfig(8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a0", "a1"], spec)])
-    split = tuple(replace(FACTS[0], rank=rank) for rank in range(2))
+    latent = replace(FACTS[0], one_shard_groups=(0,))
+    split = tuple(replace(latent, rank=rank) for rank in range(2))
     (group,) = identity.group_specs(layout, (0,), split, engine_config(folder, ranks=2).parallel_config)
     assert (group.replicated, group.rank_block_bytes) == (True, (8192,))
-    stages = tuple(replace(FACTS[0], rank=rank, layers=LAYERS[rank // 2 :][:1]) for rank in range(4))
+    (group,) = identity.group_specs(layout, (0,), (latent,), engine_config(folder).parallel_config)
+    assert not group.replicated
+    stages = tuple(replace(latent, rank=rank, layers=LAYERS[rank // 2 :][:1]) for rank in range(4))
     both = engine_config(folder, ranks=4, pipeline=True).parallel_config
     both.pipeline_parallel_size = both.tensor_parallel_size = 2
     (group,) = identity.group_specs(layout, (0,), stages, both)
