@@ -6,12 +6,15 @@ computed, and serves them. What is stored of them would be everybody's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 from tests.fakes.item_engine import BOTH_WAYS, ItemEngine
-from tests.fakes.scripted_engine import BLOCK
-from tests.rigs.connector_rig import Make, prompt, step_until
+from tests.fakes.rank_memory import RankMemory
+from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
+from tests.rigs.connector_rig import Make, cold, prompt, step_until
 
 LONG = prompt(30.5)
 FREE = 4
@@ -21,12 +24,16 @@ FREE = 4
 def start(make: Make, *, runs_ahead: bool = False) -> ItemEngine:
     engine = make(ItemEngine, model=BOTH_WAYS, step_tokens=80, runs_ahead=runs_ahead)
     assert isinstance(engine, ItemEngine)
+    set_priorities(engine, FREE * BLOCK)
+    return engine
+
+
+def set_priorities(engine: ScriptedEngine, prefill_tokens: int) -> None:
     scheduler = engine.scheduler
     scheduler.policy = SchedulingPolicy.PRIORITY
     scheduler.waiting = create_request_queue(scheduler.policy)
     scheduler.kv_holding_waiting = create_request_queue(scheduler.policy)
-    scheduler.scheduler_config.long_prefill_token_threshold = FREE * BLOCK
-    return engine
+    scheduler.scheduler_config.long_prefill_token_threshold = prefill_tokens
 
 
 def preempt_within_a_step(engine: ItemEngine) -> str:
@@ -73,3 +80,30 @@ def test_a_preempted_request_without_such_blocks_is_stored(make: Make) -> None:
     assert fresh.hits[request] == len(LONG) // BLOCK * BLOCK
     assert not engine.wrong + fresh.wrong
     engine.assert_clean()
+
+
+@pytest.mark.requirement("I1")
+def test_named_blocks_of_windows_alone_are_not_stored_although_blocks_before_them_have_no_names(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM retains the windows before a prompt's end alone. Here they are the last two blocks of a chunk of eight."""
+    windows: dict[str, Any] = {"windows": (33,), "full": False, "retention": 0}
+    tokens = prompt(26.5)
+    engine = make(step_tokens=10 * BLOCK, **windows)
+    set_priorities(engine, 8 * BLOCK)
+    low = engine.add(tokens, priority=9)
+    engine.step()
+    high = engine.add(prompt(1, seed=3), 8, priority=0)
+    engine.step()
+    held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 2)
+    assert set(engine.step().num_scheduled_tokens) == {high}
+    engine.pool.free_blocks(held)
+    assert engine.requests[low].num_preemptions == 1
+    make(**windows).generate(tokens[: 24 * BLOCK + 1])  # the chunks before
+    engine.add([*tokens, *prompt(2, seed=5)])
+    with monkeypatch.context() as patch:
+        patch.setattr(RankMemory, "holds", lambda *_, **__: True)  # a model reads what there is
+        engine.run()
+    fresh = make(**windows)
+    assert fresh.generate(tokens) == cold(tokens)
+    assert list(fresh.hits.values()) == [24 * BLOCK], "what was computed before is there"

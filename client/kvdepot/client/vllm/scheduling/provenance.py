@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvdepot.core.calls import Kind
+
 if TYPE_CHECKING:
     from kvdepot.client.vllm.identity.adapters import Adapter
     from kvdepot.client.vllm.scheduling.pins import BlockHolds
@@ -33,6 +35,7 @@ class Provenance:
         self._holds = holds
         self._groups = [(group_ids[at], group.block_tokens) for at, group in enumerate(planner.groups)]
         self._hash_block_tokens = hash_block_tokens
+        self._in_a_row = Kind.ATTENTION in planner.kinds  # of which vLLM names every block
         self.longest_tokens = max(block_tokens for _, block_tokens in self._groups)
         # By block id: with which adapter it was computed, and the engine's hash of it.
         self._known: dict[int, tuple[Adapter | None, Any]] = {}
@@ -53,8 +56,9 @@ class Provenance:
     def named_beyond(self, hashes: Sequence[bytes], tokens: int) -> bool:
         """Note that the cached blocks of a request beyond its first tokens are foreign. Return whether there are any.
 
-        Such blocks are of one step, and lie in a row. So the search ends with a gap of more than the longest block: a
-        long prompt has thousands of hashes.
+        Such blocks are of one step. With attention they lie in a row, so the search ends with a gap of more than the
+        longest block: a long prompt has thousands of hashes. Of windows alone vLLM names only those before a prompt's
+        end (`prefix_cache_retention_interval`), and all hashes are looked up.
         """
         step, found, end = self._hash_block_tokens, False, tokens
         for at in range(tokens // step, len(hashes)):
@@ -62,7 +66,7 @@ class Provenance:
             if cached:
                 self._foreign.update(block_id for block_id in cached if block_id is not None)
                 found, end = True, (at + 1) * step
-            elif (at + 1) * step - end >= self.longest_tokens + step:
+            elif self._in_a_row and (at + 1) * step - end >= self.longest_tokens + step:
                 break
         return found
 

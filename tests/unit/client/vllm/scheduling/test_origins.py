@@ -10,6 +10,7 @@ import pytest
 from kvdepot.client.vllm.scheduling.origins import Origins
 from kvdepot.client.vllm.scheduling.provenance import Provenance
 from kvdepot.client.vllm.scheduling.requests import RequestState
+from kvdepot.core.calls import Kind
 
 BLOCK = 16
 TABLES = [[*range(1, 9)]]
@@ -20,7 +21,7 @@ class Rig:
 
     def __init__(self, tokens: int) -> None:
         holds: Any = SimpleNamespace(block_hash=lambda block_id: b"%d" % block_id, cached=lambda *_: None)
-        planner: Any = SimpleNamespace(groups=[SimpleNamespace(block_tokens=BLOCK)])
+        planner: Any = SimpleNamespace(groups=[SimpleNamespace(block_tokens=BLOCK)], kinds=(Kind.ATTENTION,))
         self.provenance = Provenance(holds, planner, [0], BLOCK)
         self.named = set[int]()  # offered blocks that have their state's name
         offers = SimpleNamespace(is_named=lambda state, group, block_id, boundary: block_id in self.named)

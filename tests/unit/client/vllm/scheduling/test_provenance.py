@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kvdepot.client.vllm.identity.adapters import Adapter
 from kvdepot.client.vllm.scheduling.provenance import Provenance
+from kvdepot.core.calls import Kind
 
 TABLES = [[3, 4, 5]]
 
@@ -15,7 +16,7 @@ TABLES = [[3, 4, 5]]
 @pytest.fixture
 def provenance() -> Provenance:
     holds: Any = SimpleNamespace(block_hash=lambda block_id: b"hash%d" % block_id)
-    planner: Any = SimpleNamespace(groups=[SimpleNamespace(block_tokens=16)])
+    planner: Any = SimpleNamespace(groups=[SimpleNamespace(block_tokens=16)], kinds=(Kind.ATTENTION,))
     return Provenance(holds, planner, [0], 16)
 
 
