@@ -24,6 +24,7 @@ from tests.rigs.tier_rig import (
     in_ram,
     on_tier_only,
     read,
+    reboot,
     rig_over,
     store,
     verify,
@@ -330,6 +331,49 @@ def test_checkpoints_find_their_attention_on_disk() -> None:
     tick(rig)
     verify(rig)
     assert located(client, KEYS[:4]) == 4
+
+
+@pytest.mark.requirement("I8")
+def test_checkpoints_outlive_the_daemon_where_a_disk_alone_has_the_attention() -> None:
+    rig = Rig(tier=COMMIT)
+    store(rig.attach(spec=HYBRID), KEYS[:2])
+    rig.tier.run()
+    reboot(rig)
+    client = rig.attach(spec=HYBRID)
+    lease, _ = client.reserve(KEYS[:2], (Kind.STATE,))
+    assert client.commit(lease, 0, 1) == b"\x01\x01"
+    verify(rig)
+    restart(rig)
+    assert (rig.report.kept, rig.report.detached) == (1, 1)
+    tick(rig)
+    verify(rig)
+    assert located(rig.attach(spec=HYBRID), KEYS[:2]) == 2
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_checkpoints_whose_attention_was_lost_are_not_taken_for_a_path(opens: bool) -> None:
+    """What a disk says of other chunks shows that attention makes the paths of this namespace."""
+    rig = Rig(tier=COMMIT)
+    store(rig.attach(spec=HYBRID), path("other", 1), kinds=BOTH)
+    rig.tier.run()
+    reboot(rig)
+    store(rig.attach(spec=HYBRID), KEYS[:2], kinds=BOTH)
+    while (job := rig.depot.next_to_sum()) is not None:
+        if rig.depot._ram.rows.kind[job.row] == Kind.STATE:
+            raw_sum = payload_sum([rig.buffer[offset : offset + length] for offset, length in job.extents])
+            rig.depot.summed(job.row, job.generation, raw_sum & (1 << 64) - 1, raw_sum >> 64)
+    rig.tier_opens_at_start = opens
+    rig.dead.add(rig.tier.pid)
+    rig.crash()
+    audit(rig.depot)
+    assert rig.report.dropped == {"no_checksum": 2}
+    if not opens:
+        rig.tier.open()
+        audit(rig.depot)
+    tick(rig)
+    assert rig.counter("adopted_objects.no_parent") == 1
+    assert located(rig.attach(spec=HYBRID), KEYS[:2]) == 0
+    tick(rig)
 
 
 @pytest.mark.requirement("I8")

@@ -24,6 +24,9 @@ def rebuild_index(tree: Tree, heads: _Numbers) -> tuple[_Flags, _Flags]:
 
     Return which of them have no path to the root, and which contradict another object of their
     chunk or their parent. Neither is in the index.
+
+    Attention makes paths, or the first kind of a namespace without it. Which one it is, only the disks may know: they
+    may have all of its attention.
     """
     rows, index = tree.ram.rows, tree.index
     slots, kinds, boundaries = rows.namespaces[heads], rows.kinds[heads], rows.boundaries[heads]
@@ -33,7 +36,8 @@ def rebuild_index(tree: Tree, heads: _Numbers) -> tuple[_Flags, _Flags]:
     path_kinds = np.full(NAMESPACES_MAX, _NO_KIND, np.uint8)
     np.minimum.at(path_kinds, slots, kinds)
     has_path = np.zeros(len(first), np.bool_)
-    has_path[member[~torn & (kinds == path_kinds[slots])]] = True
+    makes_path = kinds == (int(Kind.ATTENTION) if tree.disks else path_kinds[slots])
+    has_path[member[~torn & makes_path]] = True
 
     nodes = index.add_many(slots[first], keys[first], boundaries[first])
     above = _parents(tree, slots[first], parents[first], nodes)
