@@ -115,8 +115,8 @@ def test_what_an_operator_says_is_done_though_the_host_has_no_room_for_the_threa
     asyncio.run(scenario())
 
 
-@pytest.mark.requirement("T4")
-def test_a_stop_ends_beside_a_reload_that_hangs() -> None:
+@contextmanager
+def reload_hangs() -> Iterator[tuple[DaemonProcess, Path]]:
     """Of a configuration on a mount that does not answer, say: here nobody ever writes into the FIFO."""
     with DaemonProcess(config="") as daemon:
         file = daemon.directory / "kvdepot.toml"
@@ -124,17 +124,18 @@ def test_a_stop_ends_beside_a_reload_that_hangs() -> None:
         os.mkfifo(file)
         os.kill(daemon.pid, signal.SIGHUP)
         wait_until(lambda: _waits_in(daemon.pid, "wait_for_partner", "fifo_open"), "the reload hangs", 10)
+        yield daemon, file
+
+
+@pytest.mark.requirement("T4")
+def test_a_stop_ends_beside_a_reload_that_hangs() -> None:
+    with reload_hangs() as (daemon, _):
         assert daemon.stop() == 0
 
 
 @pytest.mark.requirement("T9")
 def test_a_reload_does_not_wait_for_one_that_hangs() -> None:
-    with DaemonProcess(config="") as daemon:
-        file = daemon.directory / "kvdepot.toml"
-        file.unlink()
-        os.mkfifo(file)
-        os.kill(daemon.pid, signal.SIGHUP)
-        wait_until(lambda: _waits_in(daemon.pid, "wait_for_partner", "fifo_open"), "the reload hangs", 10)
+    with reload_hangs() as (daemon, file):
         file.unlink()
         file.write_text("[policy]\nloads_in_flight = 2\n")
         assert "policy.loads_in_flight: 64 -> 2" in kvdepotctl(daemon, "reload").stdout

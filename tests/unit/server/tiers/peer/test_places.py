@@ -78,14 +78,16 @@ class Where:
         return self.now
 
 
+def finding() -> tuple[Where, list[tuple[Place, ...]], list[str], Finder]:
+    """Return a finder that looks all the time, where it looks, and what it tells: places and failures."""
+    where, found, failed = Where(), list[tuple[Place, ...]](), list[str]()
+    loop = asyncio.get_running_loop()
+    return where, found, failed, Finder(where.find, loop, every_seconds=0.01, found=found.append, failed=failed.append)
+
+
 def test_places_are_looked_up_again_and_again_and_a_failure_is_told() -> None:
     async def test() -> None:
-        where = Where()
-        found: list[tuple[Place, ...]] = []
-        failed: list[str] = []
-        finder = Finder(
-            where.find, asyncio.get_running_loop(), every_seconds=0.01, found=found.append, failed=failed.append
-        )
+        where, found, failed, finder = finding()
         finder.start()
         await until(lambda: found, "it looks at once")
         where.now = tuple(NODES[:2])
@@ -105,12 +107,7 @@ def test_places_are_looked_up_again_and_again_and_a_failure_is_told() -> None:
 
 def test_places_are_looked_up_again_after_the_host_had_no_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        where = Where()
-        found: list[tuple[Place, ...]] = []
-        failed: list[str] = []
-        finder = Finder(
-            where.find, asyncio.get_running_loop(), every_seconds=0.01, found=found.append, failed=failed.append
-        )
+        _, found, failed, finder = finding()
         with no_room_for_threads(monkeypatch):
             finder.start()
             await until(lambda: failed, "the failure is told")
