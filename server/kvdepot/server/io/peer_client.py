@@ -28,13 +28,12 @@ from kvdepot.server.io.peer_wire import (
     receive_into,
 )
 from kvdepot.server.platform.certificates import names_of
+from kvdepot.server.platform.tls_files import CONNECTION_SECONDS_MAX
 
 ADDRESSES_MAX: Final = 4
 """Of one name, that are tried one after the other."""
 _CONNECT_PART: Final = 4
 """Connecting takes at most this part of the time of one step, half of the daemon's deadline: all addresses together."""
-CONNECTION_SECONDS_MAX: Final = 600.0
-"""After it a connection is made again: under the CA of that time, also with a source that never ends one."""
 _AGAIN: Final = 2
 """Times that a question is asked: a source may close an idle connection at the moment of a question."""
 
@@ -62,7 +61,10 @@ class Peer:
         self._settings = settings
 
     def connect(self) -> None:
-        """Connect, unless there is a connection that is not too old, and check who answers."""
+        """Connect, unless there is a connection that is not too old, and check who answers.
+
+        The source ends an old one too, but it may be one that the CA does not trust any more.
+        """
         if self._connection is not None and time.monotonic() >= self._ends_at:
             self.close()
         if self._connection is None:

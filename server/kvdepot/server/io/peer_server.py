@@ -71,7 +71,7 @@ from kvdepot.server.io.peer_wire import (
     Unconnected,
 )
 from kvdepot.server.platform.certificates import names_of
-from kvdepot.server.platform.tls_files import TlsFileError, TlsFiles
+from kvdepot.server.platform.tls_files import CONNECTION_SECONDS_MAX, TlsFileError, TlsFiles
 
 HANDSHAKE_SECONDS: Final = 5.0
 """Until then nothing is known of who has connected."""
@@ -80,8 +80,6 @@ FIRST_SECONDS: Final = 5.0
 IDLE_SECONDS: Final = 60.0
 QUESTION_SECONDS: Final = 5.0
 """From the first byte of a question to its last, and for an answer without an object."""
-CONNECTION_SECONDS_MAX: Final = 600.0
-"""After it a reader has to connect again, with the certificate and under the CA of that time."""
 LOOK_SECONDS: Final = 5.0
 """How often the files of TLS are looked at, by a thread of its own: their mount may hang."""
 ANSWER_SECONDS: Final = 10.0

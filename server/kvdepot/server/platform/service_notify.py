@@ -68,8 +68,10 @@ class ServiceNotifier:
         self._send_waiting()
 
     def _send_waiting(self) -> None:
-        while self._unsent and self._send(*next(iter(self._unsent.values()))):
-            del self._unsent[next(iter(self._unsent))]
+        for about, message in list(self._unsent.items()):
+            if not self._send(*message):
+                return
+            del self._unsent[about]
 
     def _send(self, state: str, descriptors: tuple[int, ...]) -> bool:
         """Return False if the supervisor's queue has no room now."""

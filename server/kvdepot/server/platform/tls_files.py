@@ -16,6 +16,8 @@ from typing import Final
 
 from kvdepot.server.platform.secret_files import read_secret
 
+CONNECTION_SECONDS_MAX: Final = 600.0
+"""After it a connection is made again, with the certificate and under the CA of that time."""
 _BYTES_MAX: Final = 1 << 20
 
 

@@ -20,7 +20,7 @@ from kvdepot.server.platform.addresses import TCP, url_address
 from kvdepot.server.platform.grpc_guards import guards
 from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.platform.own_thread import in_own_thread
-from kvdepot.server.platform.tls_files import Pem, TlsFiles
+from kvdepot.server.platform.tls_files import CONNECTION_SECONDS_MAX, Pem, TlsFiles
 from kvdepot.server.rpc.service import Service
 
 _OPTIONS: Final = (
@@ -30,8 +30,6 @@ _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
 )
 CONNECTIONS_MAX: Final = 64
-CONNECTION_SECONDS_MAX: Final = 600.0
-"""After this time a client is told to connect again, with the certificate and under the CA of that time."""
 IDLE_SECONDS: Final = 30.0
 """Without a call: a certificate that is valid and not allowed could keep all connections otherwise."""
 TICKET_SECONDS: Final = 60.0

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.doctor.findings import Check
 from kvdepot.client.ctl.doctor.programs import Program
-from kvdepot.client.ctl.doctor.settings import SECONDS_MAX
+from kvdepot.client.ctl.doctor.settings import KVDEPOTD, SECONDS_MAX
 from kvdepot.core.units import size_text
 
 if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.findings import Finding
     from kvdepot.client.ctl.doctor.settings import Settings
 
-COMMAND: Final = (sys.executable, "-P", "-m", "kvdepot.server.daemon.app", "arena", "list", "--json")
+COMMAND: Final = (*KVDEPOTD, "arena", "list", "--json")
 
 
 def check_unused_arenas(

@@ -25,7 +25,9 @@ UNIT_CONFIG: Final = "/etc/kvdepot/kvdepot.toml"
 """What the packaged unit serves."""
 SECONDS_MAX: Final = 30.0
 """Of a program that imports all of the daemon."""
-COMMAND: Final = (sys.executable, "-P", "-m", "kvdepot.server.daemon.app", "check-config", "--json")
+KVDEPOTD: Final = (sys.executable, "-P", "-m", "kvdepot.server.daemon.app")
+"""`-P`: Python would import from the current directory first, in which another user may have placed a module."""
+COMMAND: Final = (*KVDEPOTD, "check-config", "--json")
 _CHECK: Final = Check("configuration", HOST)
 _REFUSED: Final = "kvdepotd: "
 

@@ -62,9 +62,10 @@ class Provenance:
         """
         step, found, end = self._hash_block_tokens, False, tokens
         for at in range(tokens // step, len(hashes)):
-            cached = {self._holds.cached(hashes[at], group) for group, _ in self._groups} - {None}
-            if cached:
-                self._foreign.update(block_id for block_id in cached if block_id is not None)
+            cached = [self._holds.cached(hashes[at], group) for group, _ in self._groups]
+            named = {block_id for block_id in cached if block_id is not None}
+            if named:
+                self._foreign |= named
                 found, end = True, (at + 1) * step
             elif self._in_a_row and (at + 1) * step - end >= self.longest_tokens + step:
                 break
