@@ -27,7 +27,7 @@ from kvdepot.core.arena_purpose import NO_PURPOSE, freed_in, purpose_in, with_pu
 MAGIC = b"KVDARENA"
 GENERATIONS_MAGIC = b"KVDGENER"
 FORMAT_VERSION = 4
-"""Of tables whose data has several parts. Those of one part are of version COMPATIBLE_SINCE."""
+"""Of tables whose data has several parts, or memory that was freed, which a daemon of version 3 would use again."""
 COMPATIBLE_SINCE = 3
 GENERATIONS_VERSION = 3
 PAGE_BYTES = 4096
@@ -123,7 +123,7 @@ NAMESPACES_MAX = 1024
 # generations and data; then their XXH3-64; then the run.
 _IDENTITY = struct.Struct("<8sIIQQII16sQQQQ")
 _DIVIDED = struct.Struct("<8sIIQQII16sQQ16sQ")
-"""The same up to the file of the generations, then the digest of the tenants and the number of parts."""
+"""Of version 4. The same up to the file of the generations, then the digest of the tenants and the number of parts."""
 _PART = struct.Struct("<QQQ")
 """Size, device and inode."""
 PARTS_MAX = 64
@@ -279,7 +279,7 @@ class Superblock:
     @property
     def version(self) -> int:
         """Return the format's version."""
-        return FORMAT_VERSION if self.layout.divided else COMPATIBLE_SINCE
+        return FORMAT_VERSION if self.layout.divided or self.freed_from else COMPATIBLE_SINCE
 
     def pack(self) -> bytes:
         """Return the bytes to write at offset 0.
@@ -288,13 +288,11 @@ class Superblock:
         one can be cut short anywhere, and the superblock stays valid.
         """
         layout = self.layout
-        fields = (
-            MAGIC, self.version, self.version, self.arena_id, layout.size_bytes, layout.rows, layout.lent_rows,
-            self.boot, *self.generations_file,
-        )  # fmt: skip
-        if layout.divided:
-            identity = _DIVIDED.pack(*fields, self.tenants, len(layout.divided))
-            parts = zip(layout.divided, self.data_files, strict=True)
+        sizes = layout.size_bytes, layout.rows, layout.lent_rows
+        fields = MAGIC, self.version, self.version, self.arena_id, *sizes, self.boot, *self.generations_file
+        if self.version == FORMAT_VERSION:
+            identity = _DIVIDED.pack(*fields, self.tenants, len(layout.parts))
+            parts = zip(layout.parts, self.data_files, strict=True)
             identity += b"".join(_PART.pack(size_bytes, *file) for size_bytes, file in parts)
         else:
             identity = _IDENTITY.pack(*fields, *self.data_files[0])
@@ -325,13 +323,17 @@ class Superblock:
             raise ArenaFormatError("superblock: checksum does not match")
         fields = (_DIVIDED if divided else _IDENTITY).unpack_from(identity)
         _, _, _, arena_id, size, rows, lent_rows, boot, device, inode, *more = fields
+        sizes: tuple[int, ...] = ()
+        files: tuple[FileId, ...] = ((more[0], more[1]),)
         if divided:
             sizes, *ids = zip(*_PART.iter_unpack(identity[_DIVIDED.size :]), strict=True)
-            layout, files = ArenaLayout(size, rows, lent_rows, divided=sizes), tuple(zip(*ids, strict=True))
-        else:
-            layout, files = ArenaLayout(size, rows, lent_rows), ((more[0], more[1]),)
+            files = tuple(zip(*ids, strict=True))
+        layout = ArenaLayout(size, rows, lent_rows, divided=sizes if len(sizes) > 1 else ())
         also = more[0] if divided else NO_DIGEST, purpose_in(page, arena_id), freed_in(page, arena_id, layout.parts)
-        return Superblock(arena_id, layout, run, boot, (device, inode), files, *also)
+        found = Superblock(arena_id, layout, run, boot, (device, inode), files, *also)
+        if divided and (found.version != FORMAT_VERSION or layout.parts != sizes):
+            raise ArenaFormatError(f"superblock: format {version} of one part, and what was freed is not known")
+        return found
 
     @staticmethod
     def unpack_former(page: bytes) -> Superblock | None:
@@ -353,12 +355,10 @@ class Superblock:
 
 
 def _divided_bytes(page: bytes | memoryview) -> int:
-    """Return the size of the identity of tables whose data has several parts."""
-    if len(page) < _DIVIDED.size:
-        raise ArenaFormatError(f"superblock: {len(page)} bytes are too short")
+    """Return the size of the identity of version 4."""
     parts: int = _DIVIDED.unpack_from(page)[-1]
-    if not 2 <= parts <= PARTS_MAX:
-        raise ArenaFormatError(f"superblock: the data has {parts} parts, not 2 to {PARTS_MAX}")
+    if not 1 <= parts <= PARTS_MAX:
+        raise ArenaFormatError(f"superblock: the data has {parts} parts, not 1 to {PARTS_MAX}")
     return _DIVIDED.size + parts * _PART.size
 
 

@@ -115,7 +115,8 @@ class ArenaFile:
         superblock says first what must not be used again while such an engine may run.
         """
         before = self.superblock.freed_from or self.layout.parts
-        self.superblock = replace(self.superblock, freed_from=tuple(map(min, zip(before, self.rooms, strict=True))))
+        kept = tuple(map(min, zip(before, self.rooms, strict=True)))
+        self.superblock = replace(self.superblock, freed_from=kept if kept != self.layout.parts else ())
         write_page(self.tables_fd, self.superblock.pack())
         ranges = [(fd, room, size_bytes) for (fd, size_bytes), room in zip(self.parts, self.rooms, strict=True)]
         for fd, room, size_bytes in ranges:

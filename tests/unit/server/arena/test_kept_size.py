@@ -42,6 +42,10 @@ def ended(arena: ArenaFile) -> None:
     gc.collect()
 
 
+def compatible_since(arena: ArenaFile) -> int:
+    return int.from_bytes(os.pread(arena.tables_fd, 4, 12), "little")
+
+
 def kept(arena: ArenaFile | None) -> KeptFiles:
     return KeptFiles(others=[os.dup(fd) for fd in arena.files[1:]] if arena else [])
 
@@ -54,7 +58,7 @@ def test_a_larger_size_keeps_the_arena_as_it_is(asked: ArenaRequest) -> None:
     assert not outlook.loss and "until the arena is made again" in outlook.note and "loses" not in outlook.note
     second = opened(larger, first)
     assert (second.origin.value, second.data[7], second.rooms) == ("adopted", 42, first.layout.parts)
-    assert second.free_unused() == 0
+    assert second.free_unused() == 0 and compatible_since(second) == 3
     for arena in (first, second):
         arena.close()
 
@@ -92,6 +96,7 @@ def test_memory_that_was_freed_is_used_again_when_no_engine_can_have_it_pinned(a
         arena = opened(request, former)
         assert arena.origin.value == "adopted" and arena.rooms == (expected,)
         arena.free_unused()
+        assert compatible_since(arena) == 4  # a daemon of version 0.3.0 would use all of it
         ended(former)
         former = arena
     outlook = check_arena(asked, BOOT, kept(former))
@@ -105,7 +110,7 @@ def test_memory_that_was_freed_is_used_again_when_no_engine_can_have_it_pinned(a
         ended(former)
         last = opened(asked)
     assert (last.origin.value, last.rooms, last.note) == ("adopted", whole, "")
-    assert last.superblock.freed_from == ()
+    assert last.superblock.freed_from == () and compatible_since(last) == 3
     last.close()
 
 
