@@ -165,6 +165,13 @@ _AS_BEFORE: Final[Mapping[str, str]] = {
 }
 """Of what is left out: the texts that most engines had before it was. So they find what they have stored."""
 
+STORED_FAULTS: Final = ("blocks of a preempted step, which vLLM has named and nobody has computed",)
+"""Wrong bytes that connectors stored under right keys, until they were taught not to. Only append (docs/adr/0096).
+
+Nothing tells such an object from a sound one. So each entry begins other namespaces: what older connectors have stored,
+and store still on other nodes, is a miss.
+"""
+
 _PRIVATE_HF: Final = ("_name_or_path", "transformers_version", "_attn_implementation_autoset", "_commit_hash")
 """Keys of a model's own config that say where it came from, not what it is."""
 
@@ -372,7 +379,7 @@ def namespace_spec(
         | rank_identity(facts)
         | _prefixed("hashes", canonical_identity(hashes))
         | weights
-        | {"vllm": compat.VLLM_VERSION, "block_bytes": "in memory order"}
+        | {"vllm": compat.VLLM_VERSION, "block_bytes": "in memory order", "stored_faults": str(len(STORED_FAULTS))}
     )
     architectures = getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"]
     label = f"{architectures[0]} {str(vllm_config.model_config.dtype).removeprefix('torch.')}"

@@ -223,6 +223,18 @@ def test_it_says_that_the_bytes_of_a_block_are_in_memory_order(folder: Path) -> 
     assert replace(spec, identity=before).namespace_id() != spec.namespace_id()
 
 
+@pytest.mark.requirement("I1")
+def test_what_connectors_stored_before_a_fault_was_found_is_never_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such objects lie in tiers for months, and an older engine of the same model still makes them."""
+    now = spec_of(engine_config(folder))
+    of_0_3_0 = {name: value for name, value in now.identity.items() if name != "stored_faults"}
+    assert replace(now, identity=of_0_3_0).namespace_id() != now.namespace_id()
+    monkeypatch.setattr(identity, "STORED_FAULTS", (*identity.STORED_FAULTS, "another one"))
+    assert namespace(engine_config(folder)) not in (now.namespace_id(), replace(now, identity=of_0_3_0).namespace_id())
+
+
 QUANTIZED: dict[str, dict[str, Any]] = {
     "fp8": {"activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "compressed-tensors": {
