@@ -165,7 +165,10 @@ _AS_BEFORE: Final[Mapping[str, str]] = {
 }
 """Of what is left out: the texts that most engines had before it was. So they find what they have stored."""
 
-STORED_FAULTS: Final = ("blocks of a preempted step, which vLLM has named and nobody has computed",)
+STORED_FAULTS: Final = (
+    "blocks of a preempted step, which vLLM has named and nobody has computed",
+    "KV of packages that the namespace did not name, for engines that do not have them",
+)
 """Wrong bytes that connectors stored under right keys, until they were taught not to. Only append (docs/adr/0096).
 
 Nothing tells such an object from a sound one. So each entry begins other namespaces: what older connectors have stored,
