@@ -25,13 +25,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
 from kvdepot.server.io import child
-from kvdepot.server.io.lifeline import die_with
+from kvdepot.server.io.lifeline import CODE, die_with
 
 MODULES: Final = (
     "kvdepot.server.io.checksum_worker", "kvdepot.server.io.peer_server", "kvdepot.server.io.stream_proxy",
@@ -61,6 +61,8 @@ def begin() -> None:
     theirs.close()
     nursery = _Nursery(ours)
     child.__dict__["subprocess"] = SimpleNamespace(Popen=nursery.start, DEVNULL=subprocess.DEVNULL)
+    # A fork has the daemon's code, whatever somebody writes to the disk while tests run.
+    child.__dict__["_LOADED"] = SimpleNamespace(check=lambda what: None, digest="")
 
 
 class _Nursery:
@@ -70,14 +72,17 @@ class _Nursery:
         self._connection = connection
         self._asking = threading.Lock()
 
-    def start(self, command: Sequence[str], *, pass_fds: Sequence[int], stdin: int) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], *, pass_fds: Sequence[int], stdin: int, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         """As `subprocess.Popen`. Raises OSError if the host has no room for a process."""
         module = command[2]
+        env = {name: value for name, value in env.items() if name != CODE}
         if module not in MODULES or len(pass_fds) > _FDS_MAX:
-            return subprocess.Popen(command, pass_fds=pass_fds, stdin=stdin)
+            return subprocess.Popen(command, pass_fds=pass_fds, stdin=stdin, env=env)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         umask = int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8)
-        message = pickle.dumps((list(command), list(pass_fds), dict(os.environ), Path.cwd(), umask, mask))
+        message = pickle.dumps((list(command), list(pass_fds), env, Path.cwd(), umask, mask))
         with self._asking, _subreaper():
             socket.send_fds(self._connection, [message], list(pass_fds))
             pid = int(self._connection.recv(32))

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import TYPE_CHECKING
 
 import xxhash
 from kvdepot.core.allocator import Extent
 from kvdepot.core.data_mapping import map_parts, unpack_parts
 from kvdepot.server.io.checksum_wire import ANSWERS, JOBS, Compare, Compared, Sum, Summed
-from kvdepot.server.io.lifeline import die_with, exit_code
+from kvdepot.server.io.lifeline import check_code, die_with, exit_code
+
+if TYPE_CHECKING:
+    from kvdepot.server.io.comparing import Comparison
 
 _SLICE_BYTES = 4 << 20
 """XXH3 runs without the GIL, but a signal is only handled between slices."""
@@ -49,10 +54,16 @@ def _answer(arena: memoryview, job: Sum | Compare) -> Summed | Compared:
     return Summed(job.generation, total & (1 << 64) - 1, total >> 64)
 
 
-def _compared(arena: memoryview, job: Compare) -> Compared:
+@cache
+def _comparison() -> Callable[..., Comparison]:
     from kvdepot.server.io.comparing import compare  # numpy, which most workers never need
 
-    result = compare(arena, job.stored, job.recomputed, job.runs)
+    check_code()
+    return compare
+
+
+def _compared(arena: memoryview, job: Compare) -> Compared:
+    result = _comparison()(arena, job.stored, job.recomputed, job.runs)
     return Compared(result.drifted, result.slices, result.beyond, result.worst)
 
 

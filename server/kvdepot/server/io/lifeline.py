@@ -7,7 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Final
 
+from kvdepot.proto.loaded_code import LoadedCode
+
+PACKAGES: Final = ("kvdepot.core", "kvdepot.proto", "kvdepot.server")
+"""What the daemon and its children are made of."""
+CODE: Final = "KVDEPOT_CODE"
+"""Environment variable of a child: the digest of the daemon's code."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -22,11 +29,22 @@ def die_with(parent: int) -> None:
         sys.exit(0)
 
 
+def check_code() -> None:
+    """Exit if what is on the disk is not the code of the daemon. Called after each import of more of it.
+
+    What this process imported may read a job as another one.
+    """
+    digest = os.environ.get(CODE)
+    if digest is not None and not LoadedCode(*PACKAGES).is_of(digest):
+        sys.exit(f"kvdepotd: process {os.getpid()} ends: kvdepot was replaced on the disk: restart the daemon")
+
+
 def exit_code(main: Callable[[list[str]], int]) -> int:
     """Return the exit code of a child whose `main` gets the arguments.
 
     It is 0 also if the daemon was killed and had not read all answers.
     """
+    check_code()
     try:
         return main(sys.argv[1:])
     except ConnectionError:

@@ -19,7 +19,10 @@ from kvdepot.client.vllm.base.compat import (
 )
 from kvdepot.client.vllm.base.operations import LayerFacts, LoadOp, StoreOp
 from kvdepot.core.planner import GroupSpec
+from kvdepot.proto.loaded_code import LoadedCode
 
+CODE: Final = LoadedCode("kvdepot.core", "kvdepot.proto", "kvdepot.client").digest
+"""Of this process. An upgrade in place while an engine loads its model gives ranks and scheduler side other code."""
 NUMBERS: Final = itertools.count(1)
 """Numbers of operations and steps. One count for the process, so that a former side's numbers never come again."""
 
@@ -105,8 +108,12 @@ class RankMeta(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class RankFacts(KVConnectorHandshakeMetadata):
-    """What a worker knows and the scheduler side does not. Sent once the KV tensors exist; vLLM 0.33 repeats it."""
+    """What a worker knows and the scheduler side does not. Sent once the KV tensors exist; vLLM 0.33 repeats it.
 
+    `code` is first: a pickle has values without names, so other code reads it in a place where it cannot be.
+    """
+
+    code: str = field(default=CODE, kw_only=True)
     rank: int
     boot_id: str  # of the host: ranks on several nodes are refused
     layers: tuple[LayerFacts, ...]

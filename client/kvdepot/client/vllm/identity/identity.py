@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.vllm.base import compat, packages
-from kvdepot.client.vllm.base.metadata import RankFacts
+from kvdepot.client.vllm.base.metadata import CODE, RankFacts
 from kvdepot.client.vllm.identity.speculation import Speculation, speculation
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import ConfigError, NamespaceError
@@ -283,6 +283,8 @@ def rank_identity(facts: Sequence[RankFacts]) -> dict[str, str]:
 
 def check_ranks(facts: Sequence[RankFacts], world_size: int) -> str:
     """Why these ranks cannot be served together; empty if they can."""
+    if any(rank.code != CODE for rank in facts):
+        return "kvdepot was replaced on the disk while the engine started: restart the engine"
     problems = [f"rank {rank.rank}: {rank.problem}" for rank in facts if rank.problem]
     if problems:
         return "; ".join(problems)

@@ -83,7 +83,8 @@ class SchedulerSides:
                 nothing is raised.
         """
         # Next to another connector the ranks' answers may be that connector's. Without ours, kvdepot stays idle.
-        facts = tuple(sorted(_own(metadata.values()), key=lambda fact: fact.rank))
+        # By the code first: the rank of other code may be anything (`RankFacts`).
+        facts = tuple(sorted(_own(metadata.values()), key=lambda fact: (str(fact.code), fact.rank)))
         if self._facts is None:
             self._facts = facts
             self._begin(facts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -329,6 +331,17 @@ def test_ranks_that_cannot_be_served_together_are_named() -> None:
     assert "several hosts" in identity.check_ranks((FACTS[0], replace(two[1], boot_id="b")), 2)
     assert "expected" in identity.check_ranks(FACTS, 2)
     assert "no room" in identity.check_ranks((replace(FACTS[0], problem="no room"),), 1)
+
+
+@pytest.mark.requirement("I8", "I1")
+def test_a_rank_with_other_code_than_the_scheduler_side_is_refused_whatever_its_pickle_has() -> None:
+    """Ranks import kvdepot minutes before the scheduler side does, while the engine loads its model."""
+    former = tuple(field for field in dataclasses.fields(RankFacts) if field.name not in ("code", "one_shard_groups"))
+    of_0_3_0 = RankFacts.__new__(RankFacts)
+    of_0_3_0.__setstate__([getattr(FACTS[0], field.name) for field in former])
+    for facts in (replace(FACTS[0], code="another"), of_0_3_0):
+        assert "replaced on the disk while the engine started" in identity.check_ranks((facts,), 1)
+    assert pickle.loads(pickle.dumps(FACTS[0])) == FACTS[0]
 
 
 @pytest.mark.requirement("P12")
