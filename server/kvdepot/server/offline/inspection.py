@@ -49,7 +49,7 @@ from kvdepot.server.tiers.disk.records import (
     unpack_record,
     unpack_snapshot_header,
 )
-from kvdepot.server.tiers.disk.recovery import read_index
+from kvdepot.server.tiers.disk.recovery import files_of, read_index, sizes_of
 
 LISTED_MAX: Final = 1_000
 """Of one list; `left_out` says how many more there were."""
@@ -81,15 +81,15 @@ def _directory(root: Path) -> Record:
         index = read_index(root, store, layout_as_found(store))
     except BadFile as error:
         raise OfflineRefusalError(f"{root}: {error}") from error
-    segments = [path.stat().st_size for path in (root / names.SEGMENTS).glob("*.seg")]
+    segments = sizes_of(root / names.SEGMENTS, ".seg").values()
     quarantine = quarantine_of(root)
     return {
         "what": "disk tier", "directory": str(root), "store_id": store.store_id.hex(),
         "segment_bytes": store.segment_bytes, "segments": len(segments), "segments_bytes": sum(segments),
         "next_generation": index.generation, "notes": list(index.notes),
         **objects_record(index.puts),
-        "snapshots": [_snapshot(path, store) for path in sorted((root / names.SNAPSHOTS).glob("*.snap"))],
-        "journals": [_journal(path, store) for path in sorted((root / names.JOURNALS).glob("*.log"))],
+        "snapshots": [_snapshot(path, store) for path in files_of(root / names.SNAPSHOTS, ".snap")],
+        "journals": [_journal(path, store) for path in files_of(root / names.JOURNALS, ".log")],
         "quarantine_bytes": sum(file.size_bytes for file in quarantine),
         **_listed("quarantine", (asdict(file) | {"at": time_text(file.at)} for file in quarantine)),
     }  # fmt: skip

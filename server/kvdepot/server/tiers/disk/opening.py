@@ -43,6 +43,7 @@ from kvdepot.server.tiers.disk.recovery import (
     read_index,
     read_store,
     remove_temporaries,
+    sizes_of,
     sync_segments,
     write_generation,
 )
@@ -126,7 +127,9 @@ class Opener:
         found = index.replayed
         size_bytes, refused, outcome = 0, "", ""
         segments = layout.segments
+        quarantined: tuple[tuple[str, int], ...] = ()
         try:
+            quarantined = self._quarantined()
             used_end = max(int(index.puts.places()[1].max(initial=0)), held_end)
             segments = complete_segments(self._root, layout, used_end, making)
             sync_segments(self._root)
@@ -141,12 +144,12 @@ class Opener:
         return Opened(
             store.store_id.hex(), store.segment_bytes, segments, index.generation, len(index.puts),
             found.highest_sequence, found.scrub_position, found.day, found.day_bytes, size_bytes,
-            self._quarantined(), index.notes, refused, outcome,
+            quarantined, index.notes, refused, outcome,
         )  # fmt: skip
 
     def _quarantined(self) -> tuple[tuple[str, int], ...]:
-        files = sorted((self._root / names.QUARANTINE).glob("*.kvd"))
-        return tuple((f"{names.QUARANTINE}/{path.name}", path.stat().st_size) for path in files)
+        sizes = sizes_of(self._root / names.QUARANTINE, ".kvd")
+        return tuple((f"{names.QUARANTINE}/{path.name}", size_bytes) for path, size_bytes in sizes.items())
 
     def _compact(self, request: Compact) -> Compacted:
         assert self._store is not None, "compaction before opening"

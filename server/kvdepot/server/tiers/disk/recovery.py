@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -148,7 +149,7 @@ def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> 
 
 def sync_segments(root: Path) -> None:
     """Make everything durable that was written to a segment."""
-    for path in sorted((root / names.SEGMENTS).glob("*.seg")):
+    for path in files_of(root / names.SEGMENTS, ".seg"):
         with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
             sync_file(fd, path, data_only=True)
 
@@ -200,7 +201,7 @@ def remove_temporaries(root: Path) -> None:
     A probe of a living process may be this daemon's, and under way. If another process has the pid by now, the probe is
     removed at a later opening.
     """
-    for path in (root / names.PROBE, *(root / names.QUARANTINE).glob("*" + TEMPORARY)):
+    for path in (root / names.PROBE, *files_of(root / names.QUARANTINE, TEMPORARY)):
         path.unlink(missing_ok=True)
     for path in root.glob(f"{names.PROBE}.*"):
         pid = prober(path.name, names.PROBE)
@@ -287,13 +288,27 @@ def _read(path: Path) -> bytes:
     return data
 
 
+def files_of(folder: Path, suffix: str) -> list[Path]:
+    """Return the files of a folder, by name. Raise OSError where `Path.glob` takes a refusal for an empty folder."""
+    with naming("readdir", folder):
+        return sorted(path for path in folder.iterdir() if path.suffix == suffix)
+
+
+def sizes_of(folder: Path, suffix: str) -> dict[Path, int]:
+    """Return the bytes of each file of a folder, by name. One that a worker removes meanwhile is left out."""
+    sizes = {}
+    for path in files_of(folder, suffix):
+        with suppress(FileNotFoundError), naming("stat", path):
+            sizes[path] = path.stat().st_size
+    return sizes
+
+
 def _segment_sizes(root: Path) -> dict[int, int]:
-    with naming("stat", root / names.SEGMENTS):
-        return {
-            int(path.stem): path.stat().st_size
-            for path in (root / names.SEGMENTS).glob("*.seg")
-            if path.stem.isdecimal() and path.name == Path(names.segment_name(int(path.stem))).name
-        }
+    return {
+        int(path.stem): size_bytes
+        for path, size_bytes in sizes_of(root / names.SEGMENTS, ".seg").items()
+        if path.stem.isdecimal() and path.name == Path(names.segment_name(int(path.stem))).name
+    }
 
 
 def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[PutColumns, list[str]]:

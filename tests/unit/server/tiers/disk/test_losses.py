@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import errno
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvdepot.server.io.jobs import Answer, Append, Job, Quarantine, ReadObject
@@ -56,6 +59,53 @@ def test_an_object_that_alone_cannot_be_read_is_given_up_and_its_place_is_not_us
     assert rig.tier.used_bytes == 3 * PAGE
     rig.crash()
     assert (rig.names(), rig.tier.used_bytes) == (set(), 0)
+
+
+@pytest.mark.requirement("T5")
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("folder", ["segments", "quarantine"])
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch, folder: str, code: int
+) -> None:
+    """The next index would be written without all that lies there."""
+    rig.stored(1)
+    refused = os.fspath(rig.config.path / folder)
+    with monkeypatch.context() as patch:
+        for call in ("listdir", "scandir"):
+            real = getattr(os, call)
+
+            def listing(path: Any = ".", real: Callable[..., Any] = real) -> Any:
+                if not isinstance(path, int) and os.fspath(path) == refused:
+                    raise OSError(code, os.strerror(code), refused)
+                return real(path)
+
+            patch.setattr(os, call, listing)
+        rig.crash()
+        assert (rig.tier.readable, rig.tier.writable) == (folder == "quarantine", False)
+        assert os.strerror(code) in rig.tier.status().reason
+    rig.tick(60)
+    rig.settle()
+    assert rig.names() == {object_name(1)}
+
+
+@pytest.mark.requirement("T5")
+def test_a_quarantined_file_that_is_removed_meanwhile_ends_no_opening(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.stored(1)
+    going = rig.config.path / "quarantine" / "going.kvd"
+    going.touch()
+    real = os.listdir
+
+    def listing(path: Any = ".") -> list[str]:
+        names: list[str] = real(path)
+        if going.name in names:
+            going.unlink()
+        return names
+
+    monkeypatch.setattr(os, "listdir", listing)
+    rig.crash()
+    assert (rig.names(), going.exists()) == ({object_name(1)}, False)
 
 
 @pytest.mark.requirement("T5")
