@@ -223,9 +223,11 @@ class DirectFiles:
                 _scatter(self._own[:done], left)
             if writing and done < min(length - moved, PAGE_BYTES):
                 raise OSError(errno.EIO, "nothing was written", self.path(file))
-            if not writing and (done == 0 or done % PAGE_BYTES):  # the end of the file
+            if not writing and (done == 0 or done % PAGE_BYTES) and _ends(fd, offset + moved + done):
                 return moved + done
             done -= done % PAGE_BYTES if done < length - moved else 0
+            if not done:
+                raise OSError(errno.EIO, "less than a page was read before the end of the file", self.path(file))
             moved += done
             left = list(_behind(left, done))
         return moved
@@ -285,6 +287,15 @@ class DirectFiles:
         self.direct = False
         for held in self._held.values():
             _buffer(held.fd)
+
+
+def _ends(fd: int, at: int) -> bool:
+    """Return whether the file has no bytes from `at` on.
+
+    A read that got less does not prove it. A FUSE server or a failing device may answer with a part, and an object that
+    was taken for too short would be quarantined.
+    """
+    return os.fstat(fd).st_size <= at
 
 
 def _buffer(fd: int) -> None:

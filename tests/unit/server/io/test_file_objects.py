@@ -371,6 +371,24 @@ def test_a_file_replaced_while_it_is_read_is_one_file_and_not_two(
 
 
 @pytest.mark.requirement("T3")
+@pytest.mark.parametrize(
+    ("part", "outcome"), [(3 * PAGE + 7, IoOutcome.OK), (7, IoOutcome.IO_ERROR), (0, IoOutcome.IO_ERROR)]
+)
+def test_a_read_that_gets_less_does_not_prove_that_a_file_is_too_short(
+    files: Files, monkeypatch: pytest.MonkeyPatch, part: int, outcome: IoOutcome
+) -> None:
+    """A FUSE server may answer with any part. A file that is whole must not be quarantined for that."""
+    job = files.stored(1, MIB + 5)
+    real = os.preadv
+    monkeypatch.setattr(
+        os, "preadv",
+        lambda fd, buffers, offset: min(real(fd, buffers, offset), part) if offset < MIB else real(fd, buffers, offset),
+    )  # fmt: skip
+    assert files.read(job)[0] is outcome
+    assert files.path(job).exists() and not files.files(layout.QUARANTINE)
+
+
+@pytest.mark.requirement("T3")
 def test_quarantine_never_takes_somebody_else_s_new_file(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     job = files.stored(1)
     good = files.directory / "good"
