@@ -19,7 +19,7 @@ from kvdepot.server.storage.base import IoOutcome
 from tests.rigs.io_pool_rig import Lent, pool_on, until
 from tests.rigs.io_rig import MIB, IoRig, verify_only
 from tests.rigs.patience import Deadline, patient
-from tests.rigs.stopping import stop
+from tests.rigs.stopping import stop, stopped
 
 # Workers that die.
 
@@ -153,6 +153,26 @@ def test_a_worker_that_misses_a_deadline_is_replaced_and_its_loan_ends_with_it(
             assert [loan.held_by for loan in loans] == [None] * 4
             await until(lambda: not under.pool.abandoned, "nobody hangs")
             assert (under.counts["io_workers.overdue"], under.counts["io_workers.abandoned"]) == (2, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("T5")
+def test_a_worker_that_was_frozen_with_the_daemon_has_missed_no_deadline(
+    rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with pool_on(rig, failures=1) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            loop, pid = asyncio.get_running_loop(), under.pid
+            real = loop.time
+            with stopped(pid):
+                answer = under.ask(rig.read_of(write), under.lent(), deadline_seconds=20.0)
+                monkeypatch.setattr(loop, "time", lambda: real() + 600.0)
+                await asyncio.sleep(0.1)
+            assert (await answer).outcome is IoOutcome.OK
+            assert (under.counts["io_workers.overdue"], under.breaker.closed, under.pid) == (0, True, pid)
 
     asyncio.run(run())
 

@@ -19,6 +19,7 @@ from kvdepot.server.io.checksum_wire import ANSWERS, JOBS, Compare, Compared, Su
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.framing import FrameError
 from kvdepot.server.platform.backoff import Backoff
+from kvdepot.server.platform.deadline import Deadline
 from kvdepot.server.platform.guard import engine_guard
 
 _JOBS_MAX = 64
@@ -60,7 +61,7 @@ class ChecksumService:
         self._backoff = Backoff()
         self._started_at = 0.0
         self._respawn: asyncio.TimerHandle | None = None
-        self._overdue: asyncio.TimerHandle | None = None  # while it has something to do
+        self._overdue: Deadline | None = None  # while it has something to do
         self._drifts = 0  # since the last line
         self._drift_logged_at = -inf
 
@@ -99,7 +100,7 @@ class ChecksumService:
             return
         self._guard.each("checksums", self._take_sums, self._take_comparisons)
         if self._jobs and self._overdue is None:
-            self._overdue = self._loop.call_later(ANSWER_SECONDS_MAX, self._miss_deadline)
+            self._overdue = Deadline(self._loop, ANSWER_SECONDS_MAX, self._miss_deadline)
         self._send()
 
     def _take_sums(self) -> None:

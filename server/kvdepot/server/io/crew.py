@@ -19,6 +19,7 @@ from kvdepot.server.io.jobs import JOBS, ServePeer
 from kvdepot.server.io.worker_jobs import NO_NUMBER, Worker
 from kvdepot.server.io.worker_process import WorkerListener, WorkerProcess, WorkerSettings
 from kvdepot.server.platform.backoff import Backoff
+from kvdepot.server.platform.deadline import Deadline
 from kvdepot.server.platform.guard import Guard
 from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.storage.base import WorkerRegistry
@@ -107,7 +108,7 @@ class Crew:
             return None
         self._count("io_workers.started", 1)
         seconds = min(START_SECONDS * 2**self._late_starts, START_SECONDS_MAX)
-        worker.start_timer = self._loop.call_later(seconds, self._start_overdue, worker, seconds)
+        worker.start_timer = Deadline(self._loop, seconds, self._start_overdue, worker, seconds)
         return worker
 
     @property

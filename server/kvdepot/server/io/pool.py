@@ -63,7 +63,7 @@ class IoPool:
     ) -> None:
         """Build a pool without workers. `registry` None is for a pool that is never given a loan (a journal's).
 
-        `deadline_seconds` count from the moment a worker has a job and a thread for it.
+        `deadline_seconds` count from when a worker has a job and a thread for it, while this process runs.
         `changed` is called when `usable` or `direct` changed.
         `failing` outcomes, so many in a row as the breaker says, disable the path; `probe` re-enables it.
         """
@@ -264,7 +264,7 @@ class IoPool:
     def _watch(self, worker: Worker) -> None:
         for task in worker.begun():
             if task.timer is None:
-                task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
+                task.watch(self._loop, task.deadline_seconds, self._overdue, worker, task)
 
     def _cancel_queue(self) -> None:
         while self._queue:
@@ -357,7 +357,7 @@ class IoPool:
         self._expire(worker, task, why)
         for other in worker.inflight.values():
             if other.timer is None:  # it was not begun, which only the death of the worker proves
-                other.timer = self._loop.call_later(_DEATH_SECONDS, self._expire, worker, other, why)
+                other.watch(self._loop, _DEATH_SECONDS, self._expire, worker, other, why)
         self._fill()
 
     def _expire(self, worker: Worker, task: Task, why: str) -> None:

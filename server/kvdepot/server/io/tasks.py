@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvdepot.server.io.jobs import JOBS, Answer, Append, Job, Priority, job_bytes
+from kvdepot.server.platform.deadline import Arguments, Deadline
 from kvdepot.server.platform.guard import Guard
 from kvdepot.server.storage.base import Loan
 
@@ -26,12 +27,19 @@ class Task:
     loan: Loan | None
     deadline_seconds: float
     crashes: int = 0  # of workers that had begun it
-    timer: asyncio.TimerHandle | None = None
+    timer: Deadline | None = None
 
     @property
     def repeatable(self) -> bool:
         """Return whether another worker may repeat the job. An Append may already have been done."""
         return self.crashes < CRASHES_MAX and not isinstance(self.job, Append)
+
+    def watch(
+        self, loop: asyncio.AbstractEventLoop, seconds: float, missed: Callable[[*Arguments], object],
+        *arguments: *Arguments,
+    ) -> None:  # fmt: skip
+        """Call `missed` after so many seconds, unless the job ends before."""
+        self.timer = Deadline(loop, seconds, missed, *arguments)
 
     def unwatch(self) -> None:
         """Let no deadline end the job any more."""

@@ -11,6 +11,7 @@ from typing import Final
 from kvdepot.server.io.jobs import JOBS_PER_WORKER
 from kvdepot.server.io.tasks import Task
 from kvdepot.server.io.worker_process import WorkerProcess
+from kvdepot.server.platform.deadline import Deadline
 from kvdepot.server.storage.base import Loan
 
 NO_NUMBER: Final = -1
@@ -30,7 +31,7 @@ class Worker:
     up: bool = False  # its process has started
     queue_max: int = 0  # more jobs than it has threads for
     killed: bool = False
-    start_timer: asyncio.TimerHandle | None = None
+    start_timer: Deadline | None = None
     death_timer: asyncio.TimerHandle | None = None  # since it was killed
 
     def begun(self) -> Iterable[Task]:
@@ -52,4 +53,4 @@ class Worker:
             return True
         if len(self.inflight) >= JOBS_PER_WORKER + self.queue_max:
             return False
-        return all(task.timer and task.timer.when() - task.deadline_seconds > quick_since for task in self.begun())
+        return all(task.timer and task.timer.began_at > quick_since for task in self.begun())
