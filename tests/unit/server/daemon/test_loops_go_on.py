@@ -244,7 +244,7 @@ def test_what_a_coordinator_allowed_is_not_used_for_longer_although_every_heartb
         return False
 
     settings = CoordinatorSettings(tmp_path, 1 << 30)
-    process = CoordinatorProcess(settings, loop, heir)
+    process = CoordinatorProcess(settings, loop, heir, lambda: now)
     process._message_at = now
     process._on_message = messages.append
     process._on_data(FROM_COORDINATOR.pack(Report("node", "node", True, 0, 0, 9 << 20, 0, True, 0)))

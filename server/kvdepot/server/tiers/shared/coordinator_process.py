@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Final
 
 from kvdepot.server.io.child_stream import ChildStream
+from kvdepot.server.platform.boot_clock import boot_seconds
 from kvdepot.server.tiers.shared.coordinator.settings import Before, CoordinatorSettings
 from kvdepot.server.tiers.shared.links import (
     FROM_COORDINATOR,
@@ -31,9 +32,10 @@ class CoordinatorProcess:
     """A `CoordinatorLink`. One process at a time, made again after a while when it dies. One that hangs is kept."""
 
     def __init__(
-        self, settings: CoordinatorSettings, loop: asyncio.AbstractEventLoop, heir: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Prepare, without a process.
+        self, settings: CoordinatorSettings, loop: asyncio.AbstractEventLoop, heir: Callable[[], bool] = lambda: False,
+        boot_clock: Callable[[], float] = boot_seconds,
+    ) -> None:  # fmt: skip
+        """Prepare, without a process. `boot_clock` runs while the machine sleeps, as that of other nodes does.
 
         `heir` returns whether every process that wrote for earlier runs of `settings.owner` is proven dead.
         """
@@ -47,7 +49,9 @@ class CoordinatorProcess:
         self._settled = ""
         self._sent = Published(0, 0, "")
         self._report: Report | None = None  # the last one
-        self._message_at = self._reported_at = 0.0
+        self._message_at = 0.0
+        self._boot_clock = boot_clock
+        self._reported_at = 0.0  # by it
         self._interval_seconds = settings.heartbeat_seconds  # between its messages
         self._silence_logged = False
         self._pause_heartbeats = 1
@@ -82,8 +86,13 @@ class CoordinatorProcess:
         try:
             self._tend(now)
         finally:  # whatever that raises: what was allowed is not used for longer
-            if self._report is not None and now - self._reported_at > self._settings.unheard_seconds:
+            if self._report is not None and self._unreported_seconds > self._settings.unheard_seconds:
                 self._expire(self._report)
+
+    @property
+    def _unreported_seconds(self) -> float:
+        """Return for how long there was no report, with the time in which the machine slept."""
+        return self._boot_clock() - self._reported_at
 
     def _tend(self, now: float) -> None:
         if self._stream.running:
@@ -125,7 +134,7 @@ class CoordinatorProcess:
                 self._message_at = self._loop.time()
                 self._silence_logged = False
                 if isinstance(message, Report):
-                    self._report, self._reported_at = message, self._message_at
+                    self._report, self._reported_at = message, self._boot_clock()
                     self._pause_heartbeats = 1
                 self._deliver(message)
         except Exception:  # noqa: BLE001 - a FrameError, or whatever else comes of such bytes
@@ -151,7 +160,7 @@ class CoordinatorProcess:
 
     def _expire(self, report: Report) -> None:
         """Use what was granted no more: it may be another node's by now (ADR 0018)."""
-        self._reported_at = self._loop.time()
+        self._reported_at = self._boot_clock()
         self._deliver(replace(report, limit_bytes=self._published_bytes))
         seconds = self._settings.unheard_seconds
         self._deliver(Failed(f"no report from the coordinator of {self._settings.root} for {seconds:.0f} s"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -40,12 +41,16 @@ class Loop:
 
 
 class Daemon:
+    slept_seconds = 0.0
+    """For which CLOCK_MONOTONIC, and so the loop's time, stood still."""
+
     def __init__(self, root: Path) -> None:
         self.loop = Loop()
         self.messages: list[Message] = []
         self.process = CoordinatorProcess(
-            CoordinatorSettings(root, 1 << 30), cast(asyncio.AbstractEventLoop, self.loop)
-        )
+            CoordinatorSettings(root, 1 << 30), cast(asyncio.AbstractEventLoop, self.loop),
+            boot_clock=lambda: self.loop.now + self.slept_seconds,
+        )  # fmt: skip
         self.process._message_at = self.loop.now
         self.process.start(self.messages.append)
 
@@ -108,6 +113,18 @@ def test_a_long_pause_is_not_expected_again_for_ever(daemon: Daemon) -> None:
     said = len(daemon.failures)
     daemon.silent(8.0)
     assert len(daemon.failures) == said + 1
+
+
+def test_what_was_allowed_before_the_machine_slept_is_not_used_after_it(daemon: Daemon) -> None:
+    """Other nodes may have it: they have taken this one for gone."""
+    daemon.process._on_data(FROM_COORDINATOR.pack(replace(REPORT, limit_bytes=9 << 20)))
+    daemon.process.publish(1 << 20)
+    daemon.silent(2.0)
+    assert len(daemon.messages) == 1
+    daemon.slept_seconds = 3600.0
+    daemon.silent(2.0)
+    reports = [message for message in daemon.messages if isinstance(message, Report)]
+    assert reports[-1].limit_bytes == 1 << 20
 
 
 def test_a_coordinator_that_was_ended_is_not_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import json
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.waiting import readable
+from kvdepot.server.platform.boot_clock import boot_seconds
 from kvdepot.server.tiers.shared.coordinator.coordinator import Coordinator
 from kvdepot.server.tiers.shared.coordinator.settings import Before, CoordinatorSettings
 from kvdepot.server.tiers.shared.links import FROM_COORDINATOR, TO_COORDINATOR, Failed, Report
@@ -23,11 +23,6 @@ from kvdepot.server.tiers.shared.links import FROM_COORDINATOR, TO_COORDINATOR, 
 _RECEIVE_BYTES = 1 << 14
 _HURRY = 0.25
 """Of a heartbeat, while this node waits for another one's grant."""
-
-
-def boot_seconds() -> float:
-    """Return a time that runs while the machine sleeps, and that nobody can set."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Turns:
