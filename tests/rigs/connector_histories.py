@@ -8,6 +8,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from kvdepot.client.vllm.base.operations import ObjectCopy
 from kvdepot.core.calls import AcquireCall, LocateCall, ReserveCall
 
 from tests.fakes.direct_session import DirectDepot
@@ -77,11 +78,12 @@ class Watch:
         for op in scheduled.kv_connector_metadata.stores:
             for copied in op.objects:
                 self.stored += 1
-                keys = {
-                    key_of(request, copied.boundary_tokens, self._lookahead_tokens)
-                    for request in engine.requests.values()
-                }
-                assert copied.key in keys, "a chunk with tokens that nobody knows"
+                assert self._named(copied), "a chunk with tokens that nobody knows"
+
+    def _named(self, copied: ObjectCopy) -> bool:
+        """Whether an object's key is of a prefix of some request."""
+        requests = self.engine.requests.values()
+        return copied.key in {key_of(one, copied.boundary_tokens, self._lookahead_tokens) for one in requests}
 
     def finish(self) -> None:
         engine = self.engine
@@ -129,7 +131,7 @@ def act(
         case 11:
             _say_again(engine)
         case 12 if random.random() < 0.1:
-            _sleep(engine)
+            sleep(engine)
         case _:
             depot.held, depot.lost, depot.present = set(), set(), True
             engine.session.let_go()
@@ -145,7 +147,7 @@ def _say_again(engine: ScriptedEngine) -> None:
         engine.connector.on_new_request(request)
 
 
-def _sleep(engine: ScriptedEngine) -> None:
+def sleep(engine: ScriptedEngine) -> None:
     """Where vLLM can: with pinned blocks, or a load on its way, it cannot."""
     with contextlib.suppress(RuntimeError):
         if engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from kvdepot.client.copy.base import CopyBatch, Direction
 from kvdepot.client.copy.cpu import CpuCopier
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, next_token
 from tests.rigs.patience import Deadline, patient, wait_until
@@ -61,6 +62,15 @@ def step_until(engine: ScriptedEngine, what: str, condition: Callable[[], object
     while not condition():
         assert not deadline.is_over(), what
         engine.step()
+
+
+def set_priorities(engine: ScriptedEngine, prefill_tokens: int) -> None:
+    """Let vLLM schedule by priority, and cut prompts into so many tokens a step (0: into a step's)."""
+    scheduler = engine.scheduler
+    scheduler.policy = SchedulingPolicy.PRIORITY
+    scheduler.waiting = create_request_queue(scheduler.policy)
+    scheduler.kv_holding_waiting = create_request_queue(scheduler.policy)
+    scheduler.scheduler_config.long_prefill_token_threshold = prefill_tokens
 
 
 class Gate:

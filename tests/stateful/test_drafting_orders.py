@@ -20,40 +20,17 @@ from kvdepot.client.vllm.scheduling import sides
 from tests.fakes.call_orders import ORDERS
 from tests.fakes.direct_session import DirectDepot
 from tests.fakes.drafting_engine import DraftingEngine
-from tests.fakes.late_words import LateWords
-from tests.fakes.scripted_engine import BLOCK, VOCABULARY, ScriptedEngine, model_folder
-from tests.rigs.connector_histories import Watch, act, check_answers, prompt_of_few
-from tests.rigs.seeds import drawn, steps_until
+from tests.fakes.scripted_engine import BLOCK, model_folder
+from tests.rigs.connector_histories import Watch
+from tests.rigs.seeds import drawn
+from tests.rigs.turns import run_turns
 
-STEPS = 120
-GENERATED_MAX = 60
-PROMPT_MAX = 14 * BLOCK
 METHODS = ("mtp", "mtp", "eagle3", "draft_model", "ngram")
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"blocks": 50},
     "windows": {"windows": (40,), "blocks": 80},
     "hybrid": {"hybrid": True, "blocks": 120},
 }
-
-
-class Conversations:
-    """Prompts that share beginnings with others, up to a boundary or a token before or after one."""
-
-    def __init__(self) -> None:
-        self.turns: list[list[int]] = []
-
-    def prompt(self, random: Random) -> list[int]:
-        if not self.turns or random.random() < 0.3:
-            return prompt_of_few(random)
-        turn = random.choice(self.turns)
-        cut = random.randrange(1, min(len(turn), PROMPT_MAX) + 1)
-        if random.random() < 0.6:
-            cut = min(cut // BLOCK * BLOCK + random.randrange(3), len(turn))
-        added = [random.randrange(VOCABULARY) for _ in range(random.choice((0, 0, 1, 1, 5, 20)))]
-        return [*turn[:cut], *added] or prompt_of_few(random)
-
-    def note(self, engine: ScriptedEngine) -> None:
-        self.turns += [list(request.all_token_ids) for request in engine.requests.values()]
 
 
 def draw_engine(random: Random, model: str, order: str, *, runs_ahead: bool) -> dict[str, Any]:
@@ -65,45 +42,6 @@ def draw_engine(random: Random, model: str, order: str, *, runs_ahead: bool) -> 
         block = random.choice((BLOCK, BLOCK, 2 * BLOCK))
         options |= {"state_block": block, "retention": block}
     return options
-
-
-def run_history(start: Callable[..., DraftingEngine], depot: DirectDepot, random: Random, **options: Any) -> None:
-    """Step two engines by turns, and start one of them again when the history has loaded and stored."""
-    conversations = Conversations()
-
-    def begin() -> tuple[Watch, LateWords]:
-        acceptance = random.choice((0.0, 0.5, 0.5, 1.0))
-        engine = start(acceptance=acceptance, seed=random.randrange(1 << 30), **options)
-        engine.deliver = words = LateWords(random)
-        return Watch(engine, engine.lookahead_tokens), words
-
-    def end(watch: Watch, words: LateWords) -> None:
-        depot.held, depot.lost, depot.present = set(), set(), True
-        watch.engine.session.let_go()
-        words.calm()
-        watch.finish()
-        check_answers(watch.engine)
-        conversations.note(watch.engine)
-
-    fleet = [begin(), begin()]
-    live: list[list[str]] = [[], []]
-    for number in steps_until(lambda: all(w.stored and w.allocated.total() for w, _ in fleet), STEPS):
-        at = random.randrange(2)
-        watch, _ = fleet[at]
-        act(watch.engine, depot, random, live[at], conversations.prompt, GENERATED_MAX)
-        watch.check(watch.engine.step())
-        live[at] = [name for name in live[at] if name in watch.engine.scheduler.requests]
-        if number == STEPS // 2:
-            end(*fleet[0])
-            fleet[0][0].engine.close()
-            fleet[0], live[0] = begin(), []
-        if number % 20 == 0:
-            conversations.note(watch.engine)
-    for of_engine in fleet:
-        end(*of_engine)
-    assert not depot.lent()
-    for watch, _ in fleet:
-        watch.engine.close()
 
 
 @pytest.fixture
@@ -138,4 +76,11 @@ def test_random_turns_with_drafts_in_every_call_order(
     start: Callable[..., DraftingEngine], depot: DirectDepot, order: str, runs_ahead: bool, model: str, seed: int
 ) -> None:
     random = Random(f"{order} {runs_ahead} {model} {seed}")
-    run_history(start, depot, random, **draw_engine(random, model, order, runs_ahead=runs_ahead))
+    options = draw_engine(random, model, order, runs_ahead=runs_ahead)
+
+    def begin() -> Watch:
+        acceptance = random.choice((0.0, 0.5, 0.5, 1.0))
+        engine = start(acceptance=acceptance, seed=random.randrange(1 << 30), **options)
+        return Watch(engine, engine.lookahead_tokens)
+
+    run_turns(begin, depot, random)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 from tests.fakes.item_engine import BOTH_WAYS, ItemEngine
 from tests.fakes.rank_memory import RankMemory
-from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
-from tests.rigs.connector_rig import Make, cold, prompt, step_until
+from tests.fakes.scripted_engine import BLOCK
+from tests.rigs.connector_rig import Make, cold, prompt, set_priorities, step_until
 
 LONG = prompt(30.5)
 FREE = 4
@@ -26,14 +25,6 @@ def start(make: Make, *, runs_ahead: bool = False) -> ItemEngine:
     assert isinstance(engine, ItemEngine)
     set_priorities(engine, FREE * BLOCK)
     return engine
-
-
-def set_priorities(engine: ScriptedEngine, prefill_tokens: int) -> None:
-    scheduler = engine.scheduler
-    scheduler.policy = SchedulingPolicy.PRIORITY
-    scheduler.waiting = create_request_queue(scheduler.policy)
-    scheduler.kv_holding_waiting = create_request_queue(scheduler.policy)
-    scheduler.scheduler_config.long_prefill_token_threshold = prefill_tokens
 
 
 def preempt_within_a_step(engine: ItemEngine) -> str:
