@@ -2,10 +2,10 @@
 
 `python -m tests.fakes.fuse_directory BACKING MOUNT FAULTS LET_GO LATE` serves BACKING at MOUNT; FAULTS is a JSON file,
 read before every operation: {"read": 5, "write": 28, "seconds": 0.5} makes these two answer EIO and ENOSPC, late;
-{"bytes_per_second": 20e6} is what reads and writes share. Every operation can answer every errno, but for ENOSYS of
-opens, `create` and `flush`, which means something else to the kernel. {"open segments/": 1} is about paths with
-"segments/" in them; `open_direct` is an `open` with O_DIRECT, `open_write` one to write, `fdatasync` an
-`fsync` of data.
+{"bytes_per_second": 20e6} is what reads and writes share, {"quota_bytes": 4e6} a quota that statfs does not show. Every
+operation can answer every errno, but for ENOSYS of opens, `create` and `flush`, which means something else to the
+kernel. {"open segments/": 1} is about paths with "segments/" in them; `open_direct` is an `open` with O_DIRECT,
+`open_write` one to write, `fdatasync` an `fsync` of data.
 Stopped (SIGSTOP) it is a hung mount.
 """
 
@@ -14,6 +14,7 @@ Stopped (SIGSTOP) it is a hung mount.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -153,6 +154,18 @@ class Backing:
         if number:
             raise OSError(int(number), os.strerror(int(number)))
 
+    def _charge(self, more_bytes: int) -> None:
+        """Refuse what goes over the quota, whether it is new or written once more."""
+        quota_bytes = json.loads(self._faults.read_text()).get("quota_bytes")
+        if quota_bytes is None:
+            return
+        taken_bytes = 0
+        for path in Path(self._backing).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                taken_bytes += path.lstat().st_blocks * 512
+        if taken_bytes + more_bytes > quota_bytes:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
     def _turn(self, seconds: float) -> float:
         """When the medium is done with what takes it so long, after all that came before."""
         with self._lock:
@@ -202,6 +215,7 @@ class Backing:
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
         self._fault("write", len(data), path)
+        self._charge(len(data))
         return os.pwrite(fh, data, offset)
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
@@ -211,6 +225,7 @@ class Backing:
 
     def fallocate(self, path: str, mode: int, offset: int, size: int, fh: int) -> int:
         self._fault("fallocate", path=path)
+        self._charge(size)
         os.posix_fallocate(fh, offset, size)
         return 0
 

@@ -36,6 +36,7 @@ class InlineCoordinator:
         self.node = f"node-{next(_NODES)}"
         self.published: list[int] = []
         self.settled = ""
+        self.refused = False
         self.answers = True
         self.running = False
         self.report = Report(
@@ -47,10 +48,11 @@ class InlineCoordinator:
         self._on_message = on_message
         self.running = True
 
-    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
+    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "", *, refused: bool = False) -> None:
         if total_bytes != (self.published or [0])[-1]:
             self.published.append(total_bytes)
         self.settled = settled
+        self.refused = refused
 
     def end(self) -> None:
         self.running = False

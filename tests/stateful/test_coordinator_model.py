@@ -62,6 +62,10 @@ class Node:
     writes: list[Write] = field(default_factory=list)
 
 
+REFUSED_SHARE = 0.02
+"""Of heartbeats: the file system had no room for what the node wrote."""
+
+
 class World:
     def __init__(self, root: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.random, self.now = root, Random(seed), 10_000.0
@@ -70,8 +74,7 @@ class World:
         self.most = 0
         self.terms: list[int] = []
         self.acting: Node | None = None
-        monkeypatch.setattr(f"{_COORDINATOR}.coordinator.replace_small", self.replace)
-        monkeypatch.setattr(f"{_COORDINATOR}.janitor.replace_small", self.replace)
+        monkeypatch.setattr(f"{_COORDINATOR}.spare.replace_small", self.replace)
         monkeypatch.setattr(f"{_COORDINATOR}.janitor.delete_object", self.delete)
         self.nodes = [self.node(f"owner{at}") for at in range(NODES)]
 
@@ -132,7 +135,8 @@ class World:
 
     def heartbeat(self, node: Node) -> None:
         now = node.report.node if node.report else ""
-        node.coordinator.publish(node.over, 0, now if all(write.node == now for write in node.writes) else "")
+        settled = now if all(write.node == now for write in node.writes) else ""
+        node.coordinator.publish(node.over, 0, settled, refused=self.random.random() < REFUSED_SHARE)
         message = node.coordinator.heartbeat()
         assert isinstance(message, Report), message
         assert message.marker_ok

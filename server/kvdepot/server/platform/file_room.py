@@ -13,6 +13,7 @@ from typing import Final
 from kvdepot.core.units import size_text
 from kvdepot.server.platform.durable_files import LACKED, naming
 
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_INODES: Final = "no inodes left"
 NOT_TRIED: Final = "stay free"
 """In what `check_room` says: nobody's room was touched."""

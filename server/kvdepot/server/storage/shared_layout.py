@@ -20,6 +20,8 @@ NODES: Final = ".nodes"
 FOLDERS: Final = (TEMPORARIES, QUARANTINE, NODES)
 """Made by a daemon that has checked the marker, and by no other: where they are missing, this is not the directory."""
 JANITOR: Final = ".janitor.json"
+SPARE: Final = ".spare"
+"""How names end in `.nodes` that keep room for the files of nodes."""
 NAMESPACE: Final = "namespace.json"
 """In a namespace's folder, for people."""
 PROBE: Final = f"{TEMPORARIES}/probe"
@@ -109,6 +111,11 @@ def quarantine_file(at_seconds: int, name: ObjectName) -> str:
 
 def node_file(node: str) -> str:
     return f"{NODES}/{node}.json"
+
+
+def spare_file(number: int) -> str:
+    """Return the name of a file that keeps room for the nodes' own."""
+    return f"{NODES}/{number}{SPARE}"
 
 
 def trash_file(namespace: bytes, key: bytes, kind: int, mtime_ns: int, inode: int) -> str:

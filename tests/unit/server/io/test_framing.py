@@ -136,7 +136,7 @@ FRAMINGS: list[tuple[Framing[Any], st.SearchStrategy[Any]]] = [
             st.lists(texts, max_size=3).map(tuple), texts, texts, st.lists(u64, max_size=3).map(tuple),
         ),
     ),
-    (links.TO_COORDINATOR, st.builds(links.Published, u64, u64, texts)),
+    (links.TO_COORDINATOR, st.builds(links.Published, u64, u64, texts, st.booleans())),
     (
         links.FROM_COORDINATOR,
         st.builds(links.Failed, texts)

@@ -21,14 +21,14 @@ RUNBOOKS: Final = {
     "inodes": "no-free-inodes",
     "kernel": "kernels",
     "memory": "too-little-memory-at-start",
-    "mount options": "read-only-file-system-quota-or-permission",
+    "mount options": "read-only-file-system-or-permission",
     "open files": "too-few-descriptors",
     "peer identity": "engine-without-a-visible-pid",
-    "permissions": "read-only-file-system-quota-or-permission",
+    "permissions": "read-only-file-system-or-permission",
     "room": "full-file-system",
     "sockets": "socket-permission-denied",
     "state": "tier-degraded",
-    "write": "read-only-file-system-quota-or-permission",
+    "write": "read-only-file-system-or-permission",
 }
 """Anchors of operations.md, by check. For the other checks the fix says everything."""
 

@@ -47,7 +47,8 @@ class CoordinatorProcess:
         self._received = bytearray()
         self._published_bytes = self._wanted_bytes = 0
         self._settled = ""
-        self._sent = Published(0, 0, "")
+        self._refused = False
+        self._sent = Published(0, 0, "", refused=False)
         self._report: Report | None = None  # the last one
         self._message_at = 0.0
         self._boot_clock = boot_clock
@@ -67,10 +68,11 @@ class CoordinatorProcess:
         self._start_at = self._loop.time()
         self._tick()
 
-    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
+    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "", *, refused: bool = False) -> None:
         self._published_bytes = max(self._published_bytes, total_bytes)
         self._wanted_bytes = wanted_bytes
         self._settled = settled
+        self._refused = refused
 
     def end(self) -> None:
         self._on_message = None
@@ -97,7 +99,7 @@ class CoordinatorProcess:
     def _tend(self, now: float) -> None:
         if self._stream.running:
             settled = self._settled if self._heir() else ""
-            published = Published(self._published_bytes, self._wanted_bytes, settled)
+            published = Published(self._published_bytes, self._wanted_bytes, settled, self._refused)
             if published != self._sent and not self._stream.unsent:
                 self._stream.send(TO_COORDINATOR.pack(published))
                 self._sent = published
@@ -119,7 +121,7 @@ class CoordinatorProcess:
         except OSError as error:
             self._fail(f"no coordinator of {root} can be made: {error}")
             return
-        self._sent = Published(self._published_bytes, 0, "")
+        self._sent = Published(self._published_bytes, 0, "", refused=False)
         self._message_at = self._loop.time()
         self._silence_logged = False
 

@@ -9,6 +9,9 @@ from typing import Final, Protocol
 from kvdepot.core.bounds import Seconds
 from kvdepot.server.io.framing import Framing
 
+REFUSED_SECONDS: Final = 60.0
+"""So long a node says that the file system has no room, after it has refused a write and unless one works."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -53,6 +56,7 @@ class Published:
     total_bytes: int
     wanted_bytes: int
     settled: str
+    refused: bool
 
 
 class Limits(Protocol):
@@ -80,7 +84,7 @@ class CoordinatorLink(Protocol):
     def start(self, on_message: Callable[[Message], None]) -> None:
         """Make the process. `on_message` gets what it sends, on the loop's thread, until `end`; Failed if it fails."""
 
-    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
+    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "", *, refused: bool = False) -> None:
         """Report what the completed writes of this daemon run have taken, in all; never less than before.
 
         A write is complete when it was answered, or when its worker is proven dead. A janitor's scan assumes that it
@@ -93,6 +97,7 @@ class CoordinatorLink(Protocol):
                 refused.
             settled: A node of this daemon run, if all that began under its other nodes is complete. Nothing more begins
                 under these then. Empty: this is not so.
+            refused: Whether the file system had no room for a write lately, and no write has worked since.
         """
 
     def end(self) -> None:

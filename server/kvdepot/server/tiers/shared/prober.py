@@ -42,7 +42,7 @@ class Prober:
             self._timer.cancel()
             self._probe()
 
-    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
+    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "", *, refused: bool = False) -> None:
         """Do nothing: nobody counts what lies there."""
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ from kvdepot.server.tiers.shared.absent import AbsentNames
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.shared.holdings import Holdings
-from kvdepot.server.tiers.shared.links import CoordinatorLink, Ended, Failed, Limits, Message, Report
+from kvdepot.server.tiers.shared.links import REFUSED_SECONDS, CoordinatorLink, Ended, Failed, Limits, Message, Report
 from kvdepot.server.tiers.shared.look_ups import LookUps
 from kvdepot.server.tiers.shared.quota_grant import OBJECT_SHARE, QuotaGrant, file_cost_bytes
 from kvdepot.server.tiers.shared.reading import Reading
@@ -95,7 +95,8 @@ class SharedTier:
         self._working = False  # the workers were made
         self._probing = False
         self._closing = False
-        self._published = 0, 0, ""
+        self._published = 0, 0, "", False
+        self._refused_until = clock()  # by the file system, which had no room
         self._publish_at = 0.0
 
     # What the engine asks
@@ -149,9 +150,10 @@ class SharedTier:
     def _publish(self) -> None:
         """Tell the coordinator what was written."""
         grant = self._directory.grant
-        published = grant.over_bytes, grant.wanted_bytes, self._writing.settled
+        refused = self._clock() < self._refused_until
+        published = grant.over_bytes, grant.wanted_bytes, self._writing.settled, refused
         if published != self._published and self._clock() >= self._publish_at:
-            self._coordinator.publish(*published)
+            self._coordinator.publish(*published[:3], refused=refused)
             self._published, self._publish_at = published, self._clock() + _PUBLISH_SECONDS
 
     def write(
@@ -312,6 +314,8 @@ class SharedTier:
 
     def _refused(self, outcome: IoOutcome, detail: str) -> None:
         """React to a failed write if the next one would fail in the same way."""
+        if outcome is IoOutcome.NO_SPACE:
+            self._refused_until = self._clock() + REFUSED_SECONDS
         if self._health.state not in (State.READY, State.READ_ONLY):
             return
         if outcome is IoOutcome.GONE:
@@ -355,6 +359,8 @@ class SharedTier:
             self._health.ready("writing works again")
         else:
             self._health.note(why_failed(answer.outcome, answer.detail))
+            if answer.outcome is IoOutcome.NO_SPACE:
+                self._refused_until = self._clock() + REFUSED_SECONDS
 
     # What the engine is told
 
@@ -368,6 +374,7 @@ class SharedTier:
 
     def _kept(self, name: ObjectName) -> None:
         self._health.write_worked()
+        self._refused_until = self._clock()
         self._directory.absent.discard(name)
         self._look_ups.settle(name)
 

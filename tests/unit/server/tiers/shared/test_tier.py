@@ -369,6 +369,31 @@ def test_a_write_that_failed_is_counted_as_if_it_lay_there(rig: SharedRig, outco
     assert rig.coordinator.published == [COST]
 
 
+@pytest.mark.requirement("T5")
+@pytest.mark.parametrize("refuses", [PublishFile, Probe])
+def test_the_coordinator_is_told_of_a_full_file_system_until_a_write_works(
+    rig: SharedRig, refuses: type[PublishFile | Probe]
+) -> None:
+    def told_after(seconds: float) -> bool:
+        rig.tick(seconds)
+        rig.settle()
+        rig.tick(1.1)
+        return rig.coordinator.refused
+
+    assert not told_after(0)
+    rig.workers.fault = fails(PublishFile, IoOutcome.NO_SPACE)
+    rig.write(NAME)
+    assert told_after(0)
+    rig.workers.fault = fails(refuses, IoOutcome.NO_SPACE)
+    for _ in range(12):
+        told = told_after(9.0)
+    assert told == (refuses is Probe), "what is refused now counts, and what was refused a minute ago does not"
+    rig.workers.fault = lambda job: None  # noqa: ARG005
+    _recover(rig)
+    rig.stored(NAME)
+    assert not told_after(0)
+
+
 def test_the_coordinator_is_told_once_a_second_at_most(rig: SharedRig) -> None:
     for number in range(30):
         rig.stored(name_of(number))

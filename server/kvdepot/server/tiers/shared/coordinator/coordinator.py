@@ -16,13 +16,14 @@ from typing import Final
 
 from kvdepot.server.platform.file_room import explained
 from kvdepot.server.storage.shared_layout import JANITOR, node_file, temporary_file
-from kvdepot.server.tiers.shared.coordinator.files import Found, ServerClock, read_small, replace_small
+from kvdepot.server.tiers.shared.coordinator.files import Found, ServerClock, read_small
 from kvdepot.server.tiers.shared.coordinator.janitor import Janitor
 from kvdepot.server.tiers.shared.coordinator.nodes import read_node, registered
 from kvdepot.server.tiers.shared.coordinator.opening import NotThereError, check_directory, make_folders, open_directory
 from kvdepot.server.tiers.shared.coordinator.pace import Pace
 from kvdepot.server.tiers.shared.coordinator.records import JANITOR_BYTES_MAX, JanitorRecord, Lease, NodeRecord
 from kvdepot.server.tiers.shared.coordinator.settings import Before, CoordinatorSettings
+from kvdepot.server.tiers.shared.coordinator.spare import SpareRoom
 from kvdepot.server.tiers.shared.links import Failed, Report
 
 _OWN_FILE: Final = 1 << 62
@@ -64,9 +65,11 @@ class Coordinator:
         self._folders_gone = False  # of the tier's own, one may be: somebody removed it, or did not restore it
         self._published_bytes = before.published_bytes
         self._wanted_bytes = 0
+        self._refused = False  # see `CoordinatorLink.publish`
         self._server = ServerClock(clock)
         self._pace = Pace(settings)
-        self._janitor = Janitor(settings, clock, self._server, self._pace)
+        self._spare = SpareRoom(settings.root, settings.capacity_bytes)
+        self._janitor = Janitor(settings, clock, self._server, self._pace, self._spare)
         self._seen = Lease()
         self._report = JanitorRecord(Lease(), None, 0, 0, 0, {})
         self._lease_age_seconds = 0.0
@@ -94,11 +97,12 @@ class Coordinator:
         """Return whether this node waits for what another one grants: a janitor that waits has to work, not to ask."""
         return not self.allowed and not self._janitor.holding
 
-    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
+    def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "", *, refused: bool = False) -> None:
         """See `CoordinatorLink`. `settled` is also of the owner's earlier runs."""
         self._published_bytes = max(self._published_bytes, total_bytes)
         self._wanted_bytes = wanted_bytes
         self._settled = settled
+        self._refused = refused
 
     def heartbeat(self) -> Report | Failed:
         started = self._clock()
@@ -151,10 +155,10 @@ class Coordinator:
         started = self._clock()
         written = NodeRecord(
             self._published_bytes - self._offset_bytes, limit, self._seen, self._wanted_bytes, self._settings.owner,
-            renewals=self._renewals + 1,
+            renewals=self._renewals + 1, refused=self._refused,
         )  # fmt: skip
         temporary = Path(temporary_file(self._node, _OWN_FILE)).name
-        replace_small(self._root, own, written.pack(), temporary)
+        self._spare.replace(own, written.pack(), temporary)
         self._version = _version(self._root / own)
         self._server.stamped(self._version[-1])
         self._renewed_at, self._renewals = started, written.renewals
@@ -203,7 +207,7 @@ class Coordinator:
             _, record = read_node(self._root, node)
             if record is None or record.owner != self._settings.owner or record.left or node == self._node:
                 continue
-            replace_small(self._root, node_file(node), replace(record, left=True).pack(), temporary)
+            self._spare.replace(node_file(node), replace(record, left=True).pack(), temporary)
         self._inherits = self._node
 
     def _read_lease(self) -> tuple[Found | None, JanitorRecord | None]:

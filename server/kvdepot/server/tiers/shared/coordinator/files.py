@@ -5,13 +5,20 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kvdepot.core.limits import OBJECT_BYTES_MAX
-from kvdepot.core.objectfile import PAGE_BYTES, object_bytes
+from kvdepot.core.objectfile import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    ObjectDamageError,
+    ObjectHeader,
+    ObjectName,
+    object_bytes,
+)
 from kvdepot.server.platform.beneath import within
 from kvdepot.server.platform.durable_files import naming
 from kvdepot.server.storage.shared_layout import TEMPORARIES
@@ -63,6 +70,14 @@ def read_small(root: Path, file: str, bytes_max: int) -> Found | None:
         if error.errno == errno.ESTALE:
             return None
         raise
+
+
+def read_name(root: Path, file: str) -> ObjectName | None:
+    """Return the name in an object's header; None if there is none that can be read."""
+    flags = os.O_RDONLY | os.O_NONBLOCK
+    with suppress(OSError, ObjectDamageError), opened_within(root, file, flags) as fd:
+        return ObjectHeader.unpack(os.pread(fd, HEADER_BYTES, 0)).name
+    return None
 
 
 def replace_small(root: Path, file: str, data: bytes, temporary: str) -> None:

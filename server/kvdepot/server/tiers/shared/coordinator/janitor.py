@@ -10,25 +10,25 @@ count is good if the file has named nobody else.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvdepot.core.objectfile import HEADER_BYTES, ObjectDamageError, ObjectHeader, ObjectName
 from kvdepot.server.storage.shared_layout import JANITOR, node_file, temporary_file
 from kvdepot.server.tiers.shared.coordinator.deletion import delete_object
-from kvdepot.server.tiers.shared.coordinator.files import Found, ServerClock, opened_within, read_small, replace_small
+from kvdepot.server.tiers.shared.coordinator.files import Found, ServerClock, read_name, read_small
 from kvdepot.server.tiers.shared.coordinator.ledger import Ledger
 from kvdepot.server.tiers.shared.coordinator.nodes import Nodes
 from kvdepot.server.tiers.shared.coordinator.order import in_order
 from kvdepot.server.tiers.shared.coordinator.pace import Pace
 from kvdepot.server.tiers.shared.coordinator.purge import purge_quarantine, purge_temporaries, remove
 from kvdepot.server.tiers.shared.coordinator.records import JANITOR_BYTES_MAX, JanitorRecord, Lease
+from kvdepot.server.tiers.shared.coordinator.relief import Relief
 from kvdepot.server.tiers.shared.coordinator.scan import Columns, Quarantined, Scan
 from kvdepot.server.tiers.shared.coordinator.settings import CoordinatorSettings
+from kvdepot.server.tiers.shared.coordinator.spare import SpareRoom
 
 _STEP_UNITS_MAX: Final = 512
 """Of a step, whatever the clock says: entries, headers or deletions."""
@@ -54,9 +54,11 @@ class Janitor:
     """
 
     def __init__(
-        self, settings: CoordinatorSettings, clock: Callable[[], float], server: ServerClock, pace: Pace
-    ) -> None:
+        self, settings: CoordinatorSettings, clock: Callable[[], float], server: ServerClock, pace: Pace,
+        spare: SpareRoom,
+    ) -> None:  # fmt: skip
         self._settings = settings
+        self._spare = spare
         self._root: Path = settings.root
         self._clock = clock
         self._server = server
@@ -71,6 +73,7 @@ class Janitor:
         capacity = settings.capacity_bytes
         self._capacity_bytes = capacity - min(capacity // _RESERVE_SHARE, _RESERVE_BYTES_MAX)
         self._ledger = Ledger(self._capacity_bytes)
+        self._relief = Relief(settings.low_watermark, clock)
         self._told = JanitorRecord(Lease(), None, 0, 0, 0, {})  # what others know of the ledger
         self._objects = self._quarantined_bytes = 0
         self._look: Iterator[None] | None = None  # at the nodes' files, to hand out what is free
@@ -104,6 +107,7 @@ class Janitor:
             self._uncounted,
             f"{strange} files of nodes are not understood, or too many" if strange else "",
             f"{left_out} objects are counted, and not deleted: too many, or of impossible times" if left_out else "",
+            self._relief.reason,
             "full, and there is no object left to delete" if full else "",
         )
         return "; ".join(filter(None, reasons))
@@ -254,6 +258,7 @@ class Janitor:
         self._kept = False
         self._steps, self._order = iter(()), iter(())
         self._columns, self._quarantined, self._scan = Columns(), [], None
+        self._relief = Relief(self._settings.low_watermark, self._clock)
         self._gave_up = self._uncounted = self._unlooked = ""
 
     def _write(self) -> None:
@@ -276,7 +281,7 @@ class Janitor:
         )  # fmt: skip
         temporary = Path(temporary_file(self._lease.holder, _OWN_FILE)).name
         self._lasts_seconds = min(self._lasts_seconds, lasts_seconds)  # it may fail, and have done it or not
-        replace_small(self._root, JANITOR, record.pack(), temporary)
+        self._spare.replace(JANITOR, record.pack(), temporary)
         self._lasts_seconds = lasts_seconds
 
     # What it does.
@@ -315,6 +320,7 @@ class Janitor:
         for node in self._nodes.gone():
             living.pop(node, None)
         self._enough = self._ledger.hand_out(living, self._nodes.wanted)
+        self._relief.look(self._ledger.estimate(living), refused=self._nodes.refused)
         news = not self._vouched or self._ledger.shares != self._told.shares
         self._vouched = True
         if news:
@@ -357,7 +363,7 @@ class Janitor:
     def _room_wanted(self) -> bool:
         committed, capacity = self._ledger.committed_bytes, self._ledger.capacity_bytes
         mark = self._settings.high_watermark if self._enough else self._settings.low_watermark
-        return committed > mark * capacity
+        return committed > mark * capacity or self._relief.wanted
 
     def _count_due(self) -> bool:
         if self._counted_at is None:  # in this term
@@ -382,7 +388,7 @@ class Janitor:
         self._ledger.end_count(count, scan.used_bytes)
         self._columns, self._quarantined = scan.columns, scan.quarantined
         self._objects, self._quarantined_bytes = len(scan.columns) + scan.columns.left_out, scan.quarantined_bytes
-        self._order = in_order(scan.columns, self._read_name)
+        self._order = in_order(scan.columns, partial(read_name, self._root))
         self._counted_at = self._clock()
         self._count_took = self._counted_at - self._count_began
         self._uncounted = "; ".join(
@@ -397,7 +403,7 @@ class Janitor:
     def _evict(self) -> Iterator[bool]:
         goal = self._settings.low_watermark * self._ledger.capacity_bytes
         rows = self._columns.rows
-        while self._ledger.committed_bytes > goal:
+        while self._ledger.committed_bytes > goal or self._relief.wanted:
             if not self._acts():
                 return
             try:
@@ -409,14 +415,9 @@ class Janitor:
                 file, mtime_ns = self._columns.file(row), int(rows["mtime_ns"][row])
                 freed = delete_object(self._root, file, mtime_ns, self._in_time)
                 self._ledger.deleted(freed)
+                self._relief.deleted(freed)
                 self._objects -= freed > 0
             yield True
-
-    def _read_name(self, file: str) -> ObjectName | None:
-        flags = os.O_RDONLY | os.O_NONBLOCK
-        with suppress(OSError, ObjectDamageError), opened_within(self._root, file, flags) as fd:
-            return ObjectHeader.unpack(os.pread(fd, HEADER_BYTES, 0)).name
-        return None
 
     def _purge(self) -> Iterator[bool]:
         self._purged_at = self._clock()
@@ -430,6 +431,9 @@ class Janitor:
             self._ledger.deleted(remove(self._root, node_file(node)))
             self._nodes.forget(node)
             self._ledger.leave(node)
+        for taken in self._spare.fill():
+            self._ledger.taken(taken)
+            yield True
         files, self._quarantined = self._quarantined, []
         settings = self._settings
         for freed in purge_quarantine(

@@ -121,6 +121,11 @@ class Ledger:
         if self.used_bytes is not None:
             self.used_bytes = max(self.used_bytes - size_bytes, 0)
 
+    def taken(self, size_bytes: int) -> None:
+        """Add bytes that no node's share has."""
+        if self.used_bytes is not None:
+            self.used_bytes += size_bytes
+
     def hand_out(self, published: Mapping[str, int], wanted: Mapping[str, int] | None = None) -> bool:
         """Raise the limits of these living nodes, those first that have least. Return False if a node got too little.
 

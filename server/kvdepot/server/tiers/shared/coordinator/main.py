@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
                 return 0
             received += data
             for _, told in TO_COORDINATOR.take(received):
-                coordinator.publish(told.total_bytes, told.wanted_bytes, told.settled)
+                coordinator.publish(told.total_bytes, told.wanted_bytes, told.settled, refused=told.refused)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,11 @@ class Nodes:
         return {node: record.wanted_bytes for node, record in self.records.items()}
 
     @property
+    def refused(self) -> bool:
+        """Return whether the file system has refused a node's writes lately."""
+        return any(record.refused and not record.left for record in self.records.values())
+
+    @property
     def term_max(self) -> int:
         """Return the latest term that any node has seen."""
         return max((record.lease.term for record in self.records.values()), default=0)

@@ -39,6 +39,7 @@ class NodeRecord:
     owner: str = ""  # whose runs follow one another, `CoordinatorSettings.owner`
     left: bool = False  # its owner has proved that none of its writes is in progress: it is gone
     renewals: int = 0  # how often the node had written its file: one of fewer is of an earlier time
+    refused: bool = False  # the file system had no room for its writes lately
 
     def pack(self) -> bytes:
         values = {
@@ -51,6 +52,7 @@ class NodeRecord:
             "owner": self.owner,
             "left": int(self.left),
             "renewals": self.renewals,
+            "refused": int(self.refused),
         }
         return (json.dumps(values) + "\n").encode()
 
@@ -62,7 +64,7 @@ class NodeRecord:
                 _number(values["published"]), _number(values["limit"]),
                 Lease(_name(values["janitor"]), _number(values["term"])),
                 _number(values["wanted"]), _name(values["owner"]), bool(_number(values["left"])),
-                _number(values.get("renewals", 0)),
+                _number(values.get("renewals", 0)), bool(_number(values.get("refused", 0))),
             )  # fmt: skip
         except (KeyError, ValueError):
             return None

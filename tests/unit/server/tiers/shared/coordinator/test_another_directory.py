@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from kvdepot.server.storage.shared_layout import JANITOR, MARKER, node_file
 from kvdepot.server.tiers.shared.coordinator import coordinator as coordinator_module
+from kvdepot.server.tiers.shared.coordinator import spare
 from kvdepot.server.tiers.shared.coordinator.files import replace_small, taken_bytes
 from kvdepot.server.tiers.shared.coordinator.opening import Known, check_directory
 from kvdepot.server.tiers.shared.coordinator.records import JanitorRecord, Lease, NodeRecord
@@ -157,7 +158,7 @@ def test_a_renewal_that_failed_and_was_done_all_the_same_costs_no_registration(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(coordinator_module, "replace_small", done_and_failed)
+        patched.setattr(spare, "replace_small", done_and_failed)
         nodes.go_on(3)
     assert "Input/output error" in nodes.reports[0].reason
     nodes.go_on(3)

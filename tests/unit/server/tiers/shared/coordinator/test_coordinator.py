@@ -18,6 +18,7 @@ from kvdepot.server.tiers.shared.coordinator import janitor, opening
 from kvdepot.server.tiers.shared.coordinator.coordinator import Coordinator, new_node
 from kvdepot.server.tiers.shared.coordinator.files import replace_small, taken_bytes
 from kvdepot.server.tiers.shared.coordinator.ledger import Ledger
+from kvdepot.server.tiers.shared.coordinator.nodes import read_node, registered
 from kvdepot.server.tiers.shared.coordinator.records import JanitorRecord, Lease, NodeRecord
 from kvdepot.server.tiers.shared.coordinator.settings import Before, CoordinatorSettings
 from kvdepot.server.tiers.shared.links import Failed, Report
@@ -239,7 +240,7 @@ def test_clocks_an_hour_apart_do_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
     nodes.go_on(100)
     assert lease_of(nodes.root).term == term
     assert sum(report.is_janitor for report in nodes.reports) == 1
-    assert len(nodes.listed(NODES)) == 3
+    assert len(registered(nodes.root)) == 3
 
 
 @pytest.mark.requirement("T3")
@@ -256,7 +257,7 @@ def test_a_janitor_that_ends_before_the_server_s_clock_is_set_back_is_followed(t
     assert lease_of(nodes.root).term > first.term
     assert sum(report.is_janitor for at, report in enumerate(nodes.reports) if at != ended) == 1
     nodes.go_on(400)
-    assert len(nodes.listed(NODES)) == 2, "what the node was allowed is free"
+    assert len(registered(nodes.root)) == 2, "what the node was allowed is free"
 
 
 @pytest.mark.requirement("I4")
@@ -276,7 +277,7 @@ def test_a_limit_read_beside_a_new_janitor_is_not_acted_under(tmp_path: Path, mo
         later = JanitorRecord(Lease("late-1", found.lease.term + 1), None, 0, 0, 0, {})
         (root / JANITOR).write_bytes(later.pack())
 
-    monkeypatch.setattr("kvdepot.server.tiers.shared.coordinator.coordinator.replace_small", and_another_comes)
+    monkeypatch.setattr("kvdepot.server.tiers.shared.coordinator.spare.replace_small", and_another_comes)
     message = nodes.coordinators[other].heartbeat()
     assert isinstance(message, Report)
     assert message.limit_bytes == before
@@ -360,7 +361,7 @@ def test_what_nodes_that_ended_were_allowed_is_free_once_their_writes_are_proven
     nodes.go_on(8)
     assert (min(limits) >= MIB, (nodes.root / kept).exists()) == (settled, settled)
     assert [file.exists() for file in temporaries] == [not settled] * 39 + [True]
-    assert len(nodes.listed(NODES)) == (3 if settled else 42)
+    assert len(registered(nodes.root)) == (3 if settled else 42)
 
 
 @pytest.mark.requirement("I4")
@@ -377,7 +378,7 @@ def test_only_nodes_of_the_same_owner_are_inherited_and_only_by_the_node_that_is
         return message.node
 
     def left() -> Counter[tuple[str, bool]]:
-        told = [NodeRecord.unpack((nodes.root / NODES / name).read_bytes()) for name in nodes.listed(NODES)]
+        told = [read_node(nodes.root, node)[1] for node in registered(nodes.root)]
         return Counter((one.owner, one.left) for one in told if one)
 
     heartbeat(Coordinator(replace(owned, owner="arena-other"), Before(), nodes.clock))

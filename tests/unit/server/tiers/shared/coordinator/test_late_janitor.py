@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from kvdepot.server.storage.shared_layout import JANITOR, node_file
-from kvdepot.server.tiers.shared.coordinator import janitor as janitor_module
 from kvdepot.server.tiers.shared.coordinator import nodes as nodes_module
+from kvdepot.server.tiers.shared.coordinator import spare
 from kvdepot.server.tiers.shared.coordinator.files import ServerClock, replace_small, taken_bytes
 from kvdepot.server.tiers.shared.coordinator.janitor import Janitor
 from kvdepot.server.tiers.shared.coordinator.main import Turns
@@ -147,12 +147,12 @@ def test_a_renewal_that_took_longer_than_the_lease_is_none(tmp_path: Path, monke
     nodes.go_on(10)
     janitor = nodes.coordinators[0].janitor
 
-    def hangs(*arguments: object) -> None:
-        replace_small(*arguments)  # type: ignore[arg-type]
-        nodes.clock.seconds += 20
+    def hangs(root: Path, file: str, data: bytes, temporary: str) -> None:
+        replace_small(root, file, data, temporary)
+        nodes.clock.seconds += 20 * (file == JANITOR)
 
     with monkeypatch.context() as patched:
-        patched.setattr(janitor_module, "replace_small", hangs)
+        patched.setattr(spare, "replace_small", hangs)
         nodes.coordinators[0].heartbeat()
     assert not janitor.holding
     nodes.go_on(6)
@@ -215,7 +215,7 @@ def test_a_grant_that_could_not_be_written_is_not_in_the_lease_that_is_contended
     nodes.clock.seconds += 2
     coordinator.heartbeat()
     with monkeypatch.context() as patched:
-        patched.setattr(janitor_module, "replace_small", lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error")))
+        patched.setattr(spare, "replace_small", lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error")))
         coordinator.work()
     nodes.clock.seconds += 30
     message = coordinator.heartbeat()
