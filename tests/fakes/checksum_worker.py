@@ -14,6 +14,7 @@ import pytest
 from kvdepot.server.daemon import checksums
 from kvdepot.server.daemon.checksums import ChecksumService
 from kvdepot.server.io.checksum_wire import ANSWERS, JOBS, Compare, Compared, Sum, Summed
+from kvdepot.server.platform.deadline import Deadline
 
 from tests.rigs.engine_rig import Rig
 
@@ -48,6 +49,11 @@ class Loop:
     def due(self, what: Callable[[], None]) -> list[float]:
         """Return in how many seconds each call of it is due."""
         return [timer.seconds for timer in self.timers if timer.what == what and not timer.cancelled]
+
+    @property
+    def deadlines(self) -> list[Timer]:
+        """All timers of deadlines, cancelled ones too."""
+        return [timer for timer in self.timers if isinstance(getattr(timer.what, "__self__", None), Deadline)]
 
     def add_reader(self, fd: int, callback: Callable[[], None]) -> None:
         self.readers[fd] = callback

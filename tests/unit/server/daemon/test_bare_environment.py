@@ -40,8 +40,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_without_a_home_directory_there_is_no_disk_tier_and_the_start_goes_on(
-    runtime: Path, capsys: pytest.CaptureFixture[str]
+    runtime: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvdepot.server.config.memory_room._host_bytes", lambda _: 64 << 30)  # whatever others use now
     config = embedded()
     assert config.tables.tier == []
     assert config.note == "no disk tier: no home directory"

@@ -104,7 +104,7 @@ def test_who_asks_whether_all_is_done_has_the_rest_handed_out(under: Checksums) 
 
 def test_a_worker_with_jobs_has_one_deadline_which_each_answer_renews(under: Checksums) -> None:
     def deadlines() -> list[float]:
-        return under.loop.due(under.service._miss_deadline)
+        return [timer.seconds for timer in under.loop.deadlines if not timer.cancelled]
 
     assert deadlines() == [ANSWER_SECONDS_MAX]
     under.service.wake()
@@ -121,11 +121,10 @@ def test_a_worker_that_misses_its_deadline_is_killed_once(under: Checksums) -> N
     under.service._miss_deadline()
     under.service.wake()
     assert under.process.done == ["kill"]
-    deadlines = [timer for timer in under.loop.timers if timer.what == under.service._miss_deadline]
-    assert len(deadlines) == 1, "it dies, or hangs in the kernel: no second kill helps"
+    assert len(under.loop.deadlines) == 1, "it dies, or hangs in the kernel: no second kill helps"
     under.die()
     under.start_again()
-    assert under.loop.due(under.service._miss_deadline) == [ANSWER_SECONDS_MAX], "the next worker has one"
+    assert under.loop.deadlines[-1].seconds == ANSWER_SECONDS_MAX, "the next worker has one"
 
 
 # Deaths.
@@ -200,7 +199,7 @@ def test_a_closed_service_leaves_no_process_and_starts_none(under: Checksums) ->
     assert under.rig.depot.next_to_sum() is not None, "what it was lent came back"
     assert under.process.done == ["kill", "wait"]
     assert (under.loop.readers, under.loop.writers, under.service.pid) == ({}, {}, None)
-    assert under.loop.due(under.service._miss_deadline) == []
+    assert all(timer.cancelled for timer in under.loop.deadlines)
     under.service.close()
     assert under.process.done == ["kill", "wait"]
 

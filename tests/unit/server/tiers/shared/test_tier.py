@@ -388,7 +388,7 @@ def test_the_coordinator_is_told_of_a_full_file_system_until_a_write_works(
     for _ in range(12):
         told = told_after(9.0)
     assert told == (refuses is Probe), "what is refused now counts, and what was refused a minute ago does not"
-    rig.workers.fault = lambda job: None  # noqa: ARG005
+    rig.workers.fault = lambda job: None
     _recover(rig)
     rig.stored(NAME)
     assert not told_after(0)
