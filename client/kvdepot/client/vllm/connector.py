@@ -23,6 +23,7 @@ from kvdepot.client.vllm.identity import identity
 from kvdepot.client.vllm.identity.adapter_reads import AdapterReads
 from kvdepot.client.vllm.identity.refusals import cacheable_groups, check_engine
 from kvdepot.client.vllm.scheduling.sides import SchedulerSides
+from kvdepot.client.vllm.worker import weight_changes
 from kvdepot.client.vllm.worker.rank import replace_caches, start_rank
 from kvdepot.client.vllm.worker.worker import WorkerSide
 from kvdepot.core.errors import KvDepotError
@@ -75,6 +76,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         identity.check_geometry(vllm_config, kv_cache_config, self._group_ids, self.settings)
         self._engine_id = str(transfer.engine_id)
         self._adapter_reads: AdapterReads | None = None
+        self._watches_weights = False
         if role == compat.KVConnectorRole.SCHEDULER:
             loads_on = transfer.kv_load_failure_policy == FAILURE_POLICY
             if not loads_on:
@@ -87,7 +89,12 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self.sides = SchedulerSides(
                 vllm_config, kv_cache_config, self.settings, tuple(self._group_ids), loads_on=loads_on
             )
-        elif vllm_config.lora_config is not None:
+            return
+        # A user who names the weights, or keeps what is stored across sleep, answers for what is done to them.
+        self._watches_weights = not self.settings.weights_version and not self.settings.keep_across_sleep
+        if self._watches_weights:
+            weight_changes.watch()
+        if vllm_config.lora_config is not None:
             self._adapter_reads = AdapterReads(int(vllm_config.parallel_config.rank))
 
     # --- both sides
@@ -179,6 +186,8 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self.worker_side, self._facts = start_rank(
             rank, kv_caches, self._kv_cache_config, self._group_ids, attachment, self.settings, self.failures
         )
+        if self._watches_weights:
+            weight_changes.tell(self.worker_side)
         attachment.start()
         if self.settings.pin == "start":
             self.worker_side.prepare_at_once()

@@ -19,12 +19,7 @@ from kvdepot.client.vllm.worker.layers import RankLayers
 from kvdepot.client.vllm.worker.worker import LOADS_WAIT_SECONDS, WorkerSide
 from vllm.v1.core.block_pool import BlockPool
 
-
-class IdleAttachment:
-    arena: Any = None
-    session: bytes | None = None
-
-    def close(self) -> None: ...
+from tests.fakes.idle_attachment import IdleAttachment
 
 
 class DoneCopies:

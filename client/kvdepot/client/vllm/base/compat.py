@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from array import array
 from collections.abc import Mapping
 from math import prod
@@ -81,6 +82,8 @@ with contract.by_name(str(vllm_version), __file__):
 
 VLLM_VERSION: Final = str(vllm_version)
 _READS_ADAPTER: Final = "_load_adapter"
+CHANGE_WEIGHTS: Final = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
+"""Methods of a worker."""
 _KINDS: Final[dict[type, Kind]] = {
     FullAttentionSpec: Kind.ATTENTION,
     MLAAttentionSpec: Kind.ATTENTION,
@@ -365,6 +368,18 @@ def block_removed(hashes: list[Any], group: int, tier: Nearest) -> BlockRemoved:
 
 def is_removal(event: Any) -> bool:
     return isinstance(event, BlockRemoved)
+
+
+def worker_class() -> type | None:
+    """Return the class of this process's workers, None if it has none. Raise ConfigError."""
+    worker: type | None = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
+    missing = [name for name in CHANGE_WEIGHTS if worker is not None and not hasattr(worker, name)]
+    if missing:
+        raise ConfigError(
+            "vllm", "version", f"the workers of {VLLM_VERSION} have no {', '.join(missing)}",
+            advice=f"use vLLM {versions.RANGE}",
+        )  # fmt: skip
+    return worker
 
 
 def adapter_loader() -> tuple[type, str]:

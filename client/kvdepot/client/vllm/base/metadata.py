@@ -43,6 +43,8 @@ class StepMeta(KVConnectorMetadata):
     number: int = 0  # grows from step to step; 0: not numbered
     geometry: Geometry | None = None  # in the first step of a scheduler side only
     probe_id: int = 0  # a new number asks each rank what it is attached to
+    resets: int = 0  # of the engine's caches, that have begun an epoch of this engine alone
+    computes: bool = False  # tokens, in this step
     idle: bool = False  # nothing is computed in this step, and nobody waits for it
 
     loads: list[LoadOp] = field(default_factory=list)

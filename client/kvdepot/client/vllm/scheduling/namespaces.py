@@ -84,6 +84,7 @@ class Namespaces:
         self._probe_id = 0  # the last one sent to the ranks
         self._asked_in = 0  # the attachment in which it was sent
         self._reported_at = 0.0  # when the last report of a rank came
+        self.resets = 0  # that have begun an epoch of this engine alone
         self.epoch_number = 0  # counts epochs of this process; requests of another epoch are invalid
         self.epoch_ended = MissReason.WEIGHTS_CHANGED  # why the last epoch ended
         self.problem = ""  # why this engine never stores or loads anything; empty if it may
@@ -94,7 +95,7 @@ class Namespaces:
         """Continue the epoch of a former side. The ranks are asked again what they are attached to."""
         self._epoch, self._bumps = former._epoch, former._bumps
         self._was_registered, self._probe_id = former._was_registered, former._probe_id
-        self.epoch_number, self.epoch_ended = former.epoch_number, former.epoch_ended
+        self.epoch_number, self.epoch_ended, self.resets = former.epoch_number, former.epoch_ended, former.resets
 
     def close(self) -> None:
         """Refuse all further stores and loads of this side."""
@@ -219,6 +220,7 @@ class Namespaces:
         if self._fixed:
             return False
         self.epoch_number += 1
+        self.resets += 1
         self.epoch_ended = MissReason.WEIGHTS_CHANGED
         self._epoch = self._random_epoch()
         if self._spec is not None and self._id is not None:

@@ -286,8 +286,8 @@ class SchedulerSide:
     def add_loads(self, meta: StepMeta, scheduler_output: Any) -> None:
         """Add loads that were granted or have failed. What is in `meta` is sent, even if this raises later."""
         meta.geometry, self._geometry = self._geometry, None
-        meta.probe_id = self.namespaces.probe()
-        computes = bool(scheduler_output.num_scheduled_tokens)
+        meta.probe_id, meta.resets = self.namespaces.probe(), self.namespaces.resets
+        meta.computes = computes = bool(scheduler_output.num_scheduled_tokens)
         # Not after a step that computes: its tokens may still be waited for (asynchronous scheduling).
         meta.idle, self._computed = self._alone and not (computes or self._computed), computes
         block_state = scheduler_output.kv_connector_block_state

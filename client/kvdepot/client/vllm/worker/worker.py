@@ -65,6 +65,8 @@ class WorkerSide:
         self._digest = digest
         self._geometry: Geometry | None = None  # the last that came
         self._suspended = False
+        self._resets = 0  # that the scheduler side knew of when this rank last had work
+        self._changed_after: int | None = None  # resets: the weights were changed in place, and none has come since
         self._refused: list[CopyOutcome] = []  # operations that no thread will see
         self._unloadable: set[str] = set()
         self._cancelled: set[int] = set()  # loads that must not succeed, even if their copy is done
@@ -87,7 +89,7 @@ class WorkerSide:
         if self._audit is not None:
             self._audit.close()
         self._copies, self._running, self._layers, self._audit, self._digest = copies, None, layers, audit, digest
-        if self._suspended and copies is not None:
+        if not self._copies_allowed and copies is not None:
             copies.suspend()
         self._run()
 
@@ -113,7 +115,38 @@ class WorkerSide:
     def resume(self) -> None:
         """Copy again: the engine has its KV memory back."""
         self._suspended = False
-        if self._copies is not None:
+        self._copy_again()
+
+    def weights_change(self) -> None:
+        """Fail all loads and stores until the scheduler side knows of a later reset (docs/adr/0098).
+
+        The engine changes its weights in place. What is stored, or lies in the engine's own cache, is of the former
+        ones, and other engines still have them.
+        """
+        if self._changed_after is None:
+            LOGGER.warning(
+                "kvdepot: rank %d loads and stores nothing: the weights were changed in place; "
+                "call reset_prefix_cache(reset_connector=True)",
+                self._rank,
+            )
+        self._changed_after = self._resets
+        if self._copies is not None and not self._copies.suspend():
+            LOGGER.error("kvdepot: a copy has not ended before the engine changes its weights")
+
+    def _see_resets(self, meta: StepMeta) -> None:
+        """Copy again after a later reset. Steps without work, as while the engine sleeps, leave no KV of an epoch."""
+        if meta.computes or meta.loads:
+            self._resets = max(self._resets, meta.resets)  # a message without a scheduler side has 0
+        if self._changed_after is not None and meta.resets > self._changed_after:
+            self._changed_after = None
+            self._copy_again()
+
+    @property
+    def _copies_allowed(self) -> bool:
+        return not self._suspended and self._changed_after is None
+
+    def _copy_again(self) -> None:
+        if self._copies is not None and self._copies_allowed:
             self._copies.resume()
 
     def _run(self) -> None:
@@ -139,6 +172,7 @@ class WorkerSide:
             if meta.number <= self._loads_step:
                 return
             self._loads_step = meta.number
+        self._see_resets(meta)
         if meta.geometry is not None:
             self._geometry = meta.geometry
             self._run()
