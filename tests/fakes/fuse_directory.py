@@ -139,8 +139,9 @@ class Backing:
     def _at(self, path: str) -> str:
         return self._backing + path
 
-    def _fault(self, operation: str, moved_bytes: int = 0, path: str = "") -> None:
-        wanted = json.loads(self._faults.read_text())
+    def _fault(self, operation: str, moved_bytes: int = 0, path: str = "") -> dict[str, Any]:
+        """Return what the test wants now. Raise what it wants of this operation."""
+        wanted: dict[str, Any] = json.loads(self._faults.read_text())
         if rate := wanted.get("bytes_per_second"):
             self._take(self._turn(moved_bytes / rate) - time.monotonic())
         here = (
@@ -153,10 +154,11 @@ class Backing:
             self._take(wanted.get("seconds", 0))
         if number:
             raise OSError(int(number), os.strerror(int(number)))
+        return wanted
 
-    def _charge(self, more_bytes: int) -> None:
+    def _charge(self, wanted: dict[str, Any], more_bytes: int) -> None:
         """Refuse what goes over the quota, whether it is new or written once more."""
-        quota_bytes = json.loads(self._faults.read_text()).get("quota_bytes")
+        quota_bytes = wanted.get("quota_bytes")
         if quota_bytes is None:
             return
         taken_bytes = 0
@@ -214,8 +216,7 @@ class Backing:
         return os.pread(fh, size, offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        self._fault("write", len(data), path)
-        self._charge(len(data))
+        self._charge(self._fault("write", len(data), path), len(data))
         return os.pwrite(fh, data, offset)
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
@@ -224,8 +225,7 @@ class Backing:
         return 0
 
     def fallocate(self, path: str, mode: int, offset: int, size: int, fh: int) -> int:
-        self._fault("fallocate", path=path)
-        self._charge(size)
+        self._charge(self._fault("fallocate", path=path), size)
         os.posix_fallocate(fh, offset, size)
         return 0
 

@@ -50,6 +50,7 @@ from kvdepot.server.arena.memory_files import (
     write_page,
 )
 from kvdepot.server.config.memory_room import MIB, directory_room, in_memory_alone, memory_room
+from kvdepot.server.platform.file_room import NO_ROOM
 from kvdepot.server.platform.own_files import open_own
 
 
@@ -400,7 +401,7 @@ def _create(
         close_all(files)
         for path in request.paths:
             path.unlink(missing_ok=True)
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+        if error.errno not in NO_ROOM | {errno.ENOMEM}:
             raise
         raise ConfigError(
             request.config_file, "ram.capacity", f"no room in {request.path.parent} even for the arena's tables"

@@ -19,6 +19,7 @@ from kvdepot.core.objectfile import PAGE_BYTES
 from kvdepot.server.io.jobs import Part
 from kvdepot.server.platform.beneath import within
 from kvdepot.server.platform.durable_files import LACKED, naming, sync_file, sync_folder
+from kvdepot.server.platform.file_room import NO_ROOM
 from kvdepot.server.storage.base import IoOutcome
 
 OPEN_FILES_MAX: Final = 64
@@ -363,7 +364,7 @@ def _behind(buffers: Iterable[memoryview], length: int) -> Iterator[memoryview]:
 def past_the_cache(fd: int, offset: int, length: int, *, written: bool) -> None:
     if length and written and _libc().sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE_AND_WAIT):
         number = ctypes.get_errno()
-        if number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):  # others say that it cannot be done here
+        if number in NO_ROOM | {errno.EIO}:  # others say that it cannot be done here
             raise OSError(number, os.strerror(number))
     if length:
         forget(fd, offset, length)

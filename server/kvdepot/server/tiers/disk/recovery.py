@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from kvdepot.server.io.jobs import prober
 from kvdepot.server.platform.durable_files import TEMPORARY, naming, opened, publish, sync_file
-from kvdepot.server.platform.file_room import allocate
+from kvdepot.server.platform.file_room import NO_ROOM, allocate
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, Numbers, PutColumns
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
@@ -37,7 +37,7 @@ from kvdepot.server.tiers.disk.replay import Replayed, replay
 
 _FILE_BYTES_MAX: Final = 2 << 30
 """Of a journal or snapshot: above what any capacity makes. More is not read."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM = NO_ROOM | {errno.EFBIG}
 
 
 @dataclass(frozen=True, slots=True)

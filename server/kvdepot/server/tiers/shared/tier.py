@@ -314,8 +314,7 @@ class SharedTier:
 
     def _refused(self, outcome: IoOutcome, detail: str) -> None:
         """React to a failed write if the next one would fail in the same way."""
-        if outcome is IoOutcome.NO_SPACE:
-            self._refused_until = self._clock() + REFUSED_SECONDS
+        self._note_room(outcome)
         if self._health.state not in (State.READY, State.READ_ONLY):
             return
         if outcome is IoOutcome.GONE:
@@ -359,8 +358,11 @@ class SharedTier:
             self._health.ready("writing works again")
         else:
             self._health.note(why_failed(answer.outcome, answer.detail))
-            if answer.outcome is IoOutcome.NO_SPACE:
-                self._refused_until = self._clock() + REFUSED_SECONDS
+            self._note_room(answer.outcome)
+
+    def _note_room(self, outcome: IoOutcome) -> None:
+        if outcome is IoOutcome.NO_SPACE:
+            self._refused_until = self._clock() + REFUSED_SECONDS
 
     # What the engine is told
 
