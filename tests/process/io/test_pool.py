@@ -30,11 +30,18 @@ from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.io_pool_rig import Lent, is_gone, pool_on, until
 from tests.rigs.io_rig import MIB, IoRig, pattern, verify_only
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import WAIT_SECONDS, Deadline
 from tests.rigs.stopping import state, stop
 
 
+@pytest.fixture
+def until_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` waits for the deaths of workers: a busy machine may need more than a second to end a killed process."""
+    monkeypatch.setattr(pooling, "_DEATH_SECONDS", WAIT_SECONDS)
+
+
 @pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.name)
+@pytest.mark.usefixtures("until_dead")
 def test_objects_go_out_and_come_back(rig: IoRig, codec: Codec) -> None:
     async def run() -> None:
         async with pool_on(rig, workers=2) as under:
@@ -306,6 +313,7 @@ def test_what_is_wrong_with_objects_does_not_take_the_path_out_of_use(rig: IoRig
 # The end.
 
 
+@pytest.mark.usefixtures("until_dead")
 def test_close_lets_jobs_in_hand_finish_and_cancels_the_others(rig: IoRig) -> None:
     async def run() -> None:
         async with pool_on(rig) as under:
@@ -326,6 +334,7 @@ def test_close_lets_jobs_in_hand_finish_and_cancels_the_others(rig: IoRig) -> No
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("until_dead")
 def test_close_does_not_wait_for_workers_that_do_not_answer(rig: IoRig) -> None:
     async def run() -> None:
         async with pool_on(rig) as under:
