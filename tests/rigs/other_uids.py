@@ -82,7 +82,9 @@ class Attached:
         stream: bool = False,
     ) -> None:  # fmt: skip
         self.connection = attach_socket(Path(f"{socket_path}.attach"))
-        call = AttachCall(1, 1, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, stream=stream)
+        call = AttachCall(
+            1, 1, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, stream=stream, parts=True
+        )
         self.reply: AttachReply
         self.reply, descriptors = exchange(self.connection, codec.encode_attach_call(call))
         self._lifeline = descriptors if stream else ()  # a proxy ends when its client has closed this

@@ -109,7 +109,7 @@ class RawEngine:
     ) -> None:  # fmt: skip
         """`world_size`: with more than 1, processes of its other ranks attach elsewhere."""
         self.connection = attach_socket(grpc_socket.with_name(f"{grpc_socket.name}.attach"))
-        call = AttachCall(1, 1, engine_id, scheduler=True, rank=0, world_size=world_size)
+        call = AttachCall(1, 1, engine_id, scheduler=True, rank=0, world_size=world_size, parts=True)
         self.reply, descriptors = exchange(self.connection, codec.encode_attach_call(call))
         assert self.reply.protocol == 1, self.reply.error
         data, column = descriptors

@@ -69,7 +69,7 @@ def served(keys: list[bytes]) -> str:
 def find(socket: str, searched: list[bytes]) -> list[bytes]:
     """Attach, and return which of these are anywhere in what is given."""
     connection = attach_socket(Path(f"{socket}.attach"))
-    call = AttachCall(1, 1, "curious", scheduler=True, rank=0, world_size=1)
+    call = AttachCall(1, 1, "curious", scheduler=True, rank=0, world_size=1, parts=True)
     _, given = exchange(connection, codec.encode_attach_call(call))
     files = [os.pread(one, os.fstat(one).st_size, 0) for one in given]
     return [one for one in searched if any(one in file for file in files)]
@@ -78,7 +78,7 @@ def find(socket: str, searched: list[bytes]) -> list[bytes]:
 def reach(socket: str, processes: list[int]) -> dict[str, int]:
     """Try each way to the other tenant's data. Return the error numbers, 0: it worked."""
     connection = attach_socket(Path(f"{socket}.attach"))
-    call = AttachCall(1, 1, "curious", scheduler=True, rank=0, world_size=1)
+    call = AttachCall(1, 1, "curious", scheduler=True, rank=0, world_size=1, parts=True)
     reply, (data, _) = exchange(connection, codec.encode_attach_call(call))
     assert os.fstat(data).st_size == reply.arena_bytes
     ways: dict[str, Callable[[], object]] = {

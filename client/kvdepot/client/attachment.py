@@ -69,8 +69,9 @@ class EngineProcess:
 
     def call(self, client_version: str) -> AttachCall:
         return AttachCall(
-            PROTOCOL_MIN, PROTOCOL_MAX, self.engine_id, self.scheduler, self.rank, self.world_size, client_version
-        )
+            PROTOCOL_MIN, PROTOCOL_MAX, self.engine_id, self.scheduler, self.rank, self.world_size, client_version,
+            parts=True,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

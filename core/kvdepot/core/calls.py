@@ -375,6 +375,7 @@ class AttachCall:
     client_version: Version = ""
     stream: bool = False  # it cannot map the arena: a proxy is to move its payload
     calls: bool = False  # it makes the scheduler's calls over a call socket, if it gets one
+    parts: bool = False  # it tells another part of the same arena's data from the one that it maps; 0.3.0 does not
 
     def check_fields(self) -> None:
         if not self.engine_id:

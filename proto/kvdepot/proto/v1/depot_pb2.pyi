@@ -33,6 +33,7 @@ class AttachRequest(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     STREAM_FIELD_NUMBER: builtins.int
     CALLS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     client_version: builtins.str
@@ -46,6 +47,8 @@ class AttachRequest(google.protobuf.message.Message):
     """this process cannot map the arena: a proxy is to move its payload (service Data)"""
     calls: builtins.bool
     """a scheduler that makes its calls over a call socket, where the daemon has one for it"""
+    parts: builtins.bool
+    """it tells another part of the same arena's data from the one that it maps"""
     def __init__(
         self,
         *,
@@ -58,8 +61,9 @@ class AttachRequest(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         stream: builtins.bool = ...,
         calls: builtins.bool = ...,
+        parts: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["calls", b"calls", "client_version", b"client_version", "engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "scheduler", b"scheduler", "stream", b"stream", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "client_version", b"client_version", "engine_id", b"engine_id", "parts", b"parts", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "scheduler", b"scheduler", "stream", b"stream", "world_size", b"world_size"]) -> None: ...
 
 global___AttachRequest = AttachRequest
 

@@ -205,6 +205,7 @@ class AttachListener:
             raise ProtocolMismatch(
                 (limits.PROTOCOL_MIN, limits.PROTOCOL_MAX), (call.protocol_min, call.protocol_max)
             )  # fmt: skip
+        self._check_parts(call)
         client, owner, pidfd = self._identify(connection.socket)
         member = Membership(call.engine_id, call.scheduler, call.rank, call.world_size, owner)
         process = client
@@ -231,6 +232,19 @@ class AttachListener:
             "attached engine=%s uid=%d pid=%d rank=%d scheduler=%s stream=%s",
             call.engine_id, owner.uid, process.pid, call.rank, call.scheduler, call.stream,
         )  # fmt: skip
+
+    def _check_parts(self, call: AttachCall) -> None:
+        """Refuse a rank that would copy in the part that it has mapped once, whichever one its grants are of.
+
+        Its user may be in another tenant after a restart of the daemon. Then it would read and overwrite the data of
+        the former one. A proxy has the part of the present tenant.
+        """
+        maps = call.rank >= 0 and not call.stream
+        if maps and not call.parts and len(self._offer.parts) > 1:
+            raise InvalidArgument(
+                "each tenant has data of its own here, and this client is too old to know that",
+                advice="restart the engine with the daemon's version of kvdepot",
+            )
 
     def _open_calls(self, connection: _Connection) -> socket.socket | None:
         """Return the process's end of a call socket; None without descriptors: gRPC is used then.

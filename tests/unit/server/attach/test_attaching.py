@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import pytest
 from kvdepot.core.calls import AttachCall, AttachReply
+from kvdepot.core.errors import NotReady
 from kvdepot.proto import codec
 from kvdepot.server.attach import attach as attach_module
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
@@ -37,16 +38,19 @@ def _descriptors(_: int) -> tuple[int, int]:
     return os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY)
 
 
-def attached(rig: Rig, streams: Any = _NO_STREAMS, *, stream: bool = False) -> tuple[AttachReply, list[int]]:
+def attached(
+    rig: Rig, streams: Any = _NO_STREAMS, *, stream: bool = False, rank: int = 0, knows_parts: bool = False,
+    parts: tuple[int, ...] = (4096,),
+) -> tuple[AttachReply, list[int]]:  # fmt: skip
     """What this process is answered when it attaches, and the descriptors that came along."""
     path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
-    call = AttachCall(1, 1, "e", scheduler=not stream, rank=0, world_size=1, stream=stream)
+    call = AttachCall(1, 1, "e", scheduler=not stream, rank=rank, world_size=1, stream=stream, parts=knows_parts)
 
     async def run() -> tuple[AttachReply, list[int]]:
         loop = asyncio.get_running_loop()
         listener = AttachListener(
             depot=rig.depot, calls=_NO_CALLS,
-            offer=ArenaOffer(1, (4096,), lambda _: 0, "1", _descriptors), streams=streams, loop=loop,
+            offer=ArenaOffer(1, parts, lambda _: 0, "1", _descriptors), streams=streams, loop=loop,
             log=logging.getLogger("attaching"), boot_id=read_boot_id(),
         )  # fmt: skip
         listener.listen(path, 0o600, -1)
@@ -125,6 +129,27 @@ def test_a_proxy_hears_whom_it_serves_before_its_client_has_the_lifeline() -> No
     assert (reply.protocol, reply.stream) == (1, name)
     assert os.fstat(received).st_ino == inode
     os.close(received)
+
+
+def _no_proxy(*_: object) -> None:
+    raise NotReady("no proxy")
+
+
+@pytest.mark.requirement("I1", "S2")
+def test_a_client_of_version_0_3_0_does_not_map_one_of_several_parts() -> None:
+    """It copies in the part that it has mapped first, also where its user is in another tenant by now."""
+    rig = Rig()
+    reply, descriptors = attached(rig, parts=(4096, 4096))
+    assert reply.protocol == 0 and "restart the engine" in reply.error
+    assert not descriptors and not rig.depot.attachments()
+    streams: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None, start=_no_proxy)
+    reply, _ = attached(rig, streams, stream=True, parts=(4096, 4096))
+    assert "no proxy" in reply.error, "a proxy has the part of its present tenant"
+    for more in ({"parts": (4096, 4096), "knows_parts": True}, {"parts": (4096, 4096), "rank": -1}, {}):
+        reply, descriptors = attached(rig, **more)  # type: ignore[arg-type]
+        assert (reply.protocol, reply.error) == (1, "")
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 @pytest.mark.requirement("S4", "I4")
