@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 from kvdepot.server.platform import deadline
 from kvdepot.server.platform.deadline import Deadline
 
@@ -56,3 +59,38 @@ def test_an_answer_counts_that_comes_when_the_process_continues() -> None:
         assert missed == [1]
 
     asyncio.run(run())
+
+
+class _LateLoop:
+    """A loop on which every timer is late by as much."""
+
+    def __init__(self, late_seconds: float) -> None:
+        self.now = 0.0
+        self._late_seconds = late_seconds
+        self._when: float | None = None
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> Any:
+        self._when, self._call = self.now + seconds, call
+        return self
+
+    def when(self) -> float:
+        assert self._when is not None
+        return self._when
+
+    def turn(self) -> None:
+        self.now = self.when() + self._late_seconds
+        self._call()
+
+
+@pytest.mark.requirement("I4")
+def test_a_loop_that_is_always_late_misses_its_deadlines_all_the_same() -> None:
+    loop: Any = _LateLoop(STILL)
+    missed: list[float] = []
+    Deadline(loop, 10.0, lambda: missed.append(loop.now))
+    for _ in range(20):
+        if not missed:
+            loop.turn()
+    assert missed and missed[0] < 3 * 10.0
