@@ -88,6 +88,8 @@ class SharedRig:
     ) -> None:  # fmt: skip
         self.now = 1000.0
         self.wall = 1_800_000_000.0
+        self.slept_seconds = 0.0
+        """For which the machine slept: CLOCK_MONOTONIC stood still."""
         self.root = root
         self.arena = memoryview(mmap.mmap(-1, 4 << 20)) if arena is None else arena
         self.config = SharedConfig("shared", root, 1 << 30, **config)  # type: ignore[arg-type]
@@ -102,6 +104,7 @@ class SharedRig:
         self.tier = SharedTier(
             self.config, data=self.workers, coordinator=self.coordinator, log=logging.getLogger("tests.shared"),
             count=self._count, clock=self.clock, wall_clock=self.wall_clock, handles_max=self._handles_max,
+            boot_clock=lambda: self.now + self.slept_seconds,
         )  # fmt: skip
         self.tier.start(self.listener)
         if opens:

@@ -247,7 +247,8 @@ def test_what_a_coordinator_allowed_is_not_used_for_longer_although_every_heartb
     process = CoordinatorProcess(settings, loop, heir, lambda: now)
     process._message_at = now
     process._on_message = messages.append
-    process._on_data(FROM_COORDINATOR.pack(Report("node", "node", True, 0, 0, 9 << 20, 0, True, 0)))
+    until = now + settings.unheard_seconds
+    process._on_data(FROM_COORDINATOR.pack(Report("node", "node", True, 0, 0, 0, 9 << 20, True, 0, until=until)))
     process.publish(1 << 20)
     for _ in range(int(settings.unheard_seconds // settings.heartbeat_seconds) + 2):
         now += settings.heartbeat_seconds

@@ -52,7 +52,6 @@ class CoordinatorProcess:
         self._report: Report | None = None  # the last one
         self._message_at = 0.0
         self._boot_clock = boot_clock
-        self._reported_at = 0.0  # by it
         self._interval_seconds = settings.heartbeat_seconds  # between its messages
         self._silence_logged = False
         self._pause_heartbeats = 1
@@ -88,13 +87,8 @@ class CoordinatorProcess:
         try:
             self._tend(now)
         finally:  # whatever that raises: what was allowed is not used for longer
-            if self._report is not None and self._unreported_seconds > self._settings.unheard_seconds:
+            if self._report is not None and self._report.until is not None and self._boot_clock() > self._report.until:
                 self._expire(self._report)
-
-    @property
-    def _unreported_seconds(self) -> float:
-        """Return for how long there was no report, with the time in which the machine slept."""
-        return self._boot_clock() - self._reported_at
 
     def _tend(self, now: float) -> None:
         if self._stream.running:
@@ -136,7 +130,7 @@ class CoordinatorProcess:
                 self._message_at = self._loop.time()
                 self._silence_logged = False
                 if isinstance(message, Report):
-                    self._report, self._reported_at = message, self._boot_clock()
+                    self._report = message
                     self._pause_heartbeats = 1
                 self._deliver(message)
         except Exception:  # noqa: BLE001 - a FrameError, or whatever else comes of such bytes
@@ -162,9 +156,9 @@ class CoordinatorProcess:
 
     def _expire(self, report: Report) -> None:
         """Use what was granted no more: it may be another node's by now (ADR 0018)."""
-        self._reported_at = self._boot_clock()
-        self._deliver(replace(report, limit_bytes=self._published_bytes))
         seconds = self._settings.unheard_seconds
+        self._report = replace(report, limit_bytes=self._published_bytes, until=self._boot_clock() + seconds)
+        self._deliver(self._report)
         self._deliver(Failed(f"no report from the coordinator of {self._settings.root} for {seconds:.0f} s"))
 
     def _deliver(self, message: Message) -> None:

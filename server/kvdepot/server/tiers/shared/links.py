@@ -35,6 +35,7 @@ class Report:
     directory_id: str = ""  # by its marker
     counting_seconds: Seconds | None = None  # for how long the janitor has counted files; None: no count runs
     counted_files: int = 0  # so far
+    until: Seconds | None = None  # by `boot_seconds`: nothing begins under the limit after it; None: it has no end
 
 
 @dataclass(frozen=True, slots=True)

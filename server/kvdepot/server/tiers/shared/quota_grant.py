@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES, object_bytes
@@ -20,9 +21,13 @@ def file_cost_bytes(stored_bytes: int) -> int:
 class QuotaGrant:
     """What this node may still write. A write takes the most it may cost at its begin, and its real cost at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, boot_clock: Callable[[], float]) -> None:
+        """Begin without room. `boot_clock` runs while the machine sleeps, as that of other nodes does."""
+        self._boot_clock = boot_clock
         self.limit_bytes = 0
         """Of all writes of this daemon run."""
+        self.until: float | None = None
+        """By `boot_clock`: after it, other nodes may have what is left. None: they cannot."""
         self.over_bytes = 0
         """What writes that are over have cost."""
         self._begun_bytes = 0
@@ -30,6 +35,8 @@ class QuotaGrant:
 
     @property
     def left_bytes(self) -> int:
+        if self.until is not None and self._boot_clock() > self.until:
+            return 0
         return self.limit_bytes - self.over_bytes - self._begun_bytes
 
     @property

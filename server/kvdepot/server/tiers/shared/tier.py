@@ -18,6 +18,7 @@ from kvdepot.core.object_keys import KeyRing
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.core.report import TierStatus
 from kvdepot.server.io.jobs import Answer, Priority, Probe
+from kvdepot.server.platform.boot_clock import boot_seconds
 from kvdepot.server.platform.guard import tier_guard
 from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.storage.base import OTHER_KEYS, IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
@@ -52,11 +53,11 @@ class SharedTier:
         self, config: SharedConfig, *, data: Workers, coordinator: CoordinatorLink, log: logging.Logger,
         count: Callable[[str, float], None] = lambda name, amount: None,  # noqa: ARG005
         clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time,
-        handles_max: int | None = None, limits: Limits | None = None,
+        handles_max: int | None = None, limits: Limits | None = None, boot_clock: Callable[[], float] = boot_seconds,
     ) -> None:  # fmt: skip
         """Build the tier. `data` does nothing before it is renewed. `handles_max`: other than the configuration's.
 
-        `limits`: further ones, of what its jobs cost.
+        `limits`: further ones, of what its jobs cost. `boot_clock`: that of the coordinator.
         """
         self.name = config.name
         self.traits = TierTraits(shared=True)
@@ -74,7 +75,8 @@ class SharedTier:
         self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
         count = guard.safe("a count", count)
         self._directory = directory = Directory(
-            config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), QuotaGrant(),
+            config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock),
+            QuotaGrant(boot_clock),
             DailyBudget("write budget", config.write_budget_bytes, wall_clock),
             clock, wall_clock, count, guard, keys=config.keys,
         )  # fmt: skip
@@ -285,7 +287,8 @@ class SharedTier:
         self._counting_since = self._directory.wall_clock() - (report.counting_seconds or 0.0)
         self._trouble = ""
         self._directory.node = report.node
-        self._directory.grant.limit_bytes = report.limit_bytes
+        grant = self._directory.grant
+        grant.limit_bytes, grant.until = report.limit_bytes, report.until
         if not report.marker_ok:
             self._serves = False
             self._health.worsen(State.OFFLINE, report.reason or "the directory is not what it was")

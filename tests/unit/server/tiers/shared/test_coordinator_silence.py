@@ -47,23 +47,38 @@ class Daemon:
     def __init__(self, root: Path) -> None:
         self.loop = Loop()
         self.messages: list[Message] = []
+        self.settings = CoordinatorSettings(root, 1 << 30)
         self.process = CoordinatorProcess(
-            CoordinatorSettings(root, 1 << 30), cast(asyncio.AbstractEventLoop, self.loop),
-            boot_clock=lambda: self.loop.now + self.slept_seconds,
-        )  # fmt: skip
+            self.settings, cast(asyncio.AbstractEventLoop, self.loop), boot_clock=lambda: self.boot_seconds
+        )
         self.process._message_at = self.loop.now
         self.process.start(self.messages.append)
+
+    @property
+    def boot_seconds(self) -> float:
+        return self.loop.now + self.slept_seconds
+
+    @property
+    def report_of_now(self) -> Report:
+        return replace(REPORT, limit_bytes=9 << 20, until=self.boot_seconds + self.settings.unheard_seconds)
 
     def report(self, after: float) -> None:
         """A report that comes so long after the one before; the daemon looks every heartbeat."""
         self.silent(after)
-        self.process._on_data(FROM_COORDINATOR.pack(REPORT))
+        self.hear(self.report_of_now)
+
+    def hear(self, report: Report) -> None:
+        self.process._on_data(FROM_COORDINATOR.pack(report))
 
     def silent(self, seconds: float) -> None:
         until = self.loop.now + seconds
         while self.loop.now < until:
             self.loop.now = min(self.loop.now + 2.0, until)
             self.process._tick()
+
+    @property
+    def limit_bytes(self) -> int:
+        return [message for message in self.messages if isinstance(message, Report)][-1].limit_bytes
 
     @property
     def failures(self) -> list[str]:
@@ -117,14 +132,24 @@ def test_a_long_pause_is_not_expected_again_for_ever(daemon: Daemon) -> None:
 
 def test_what_was_allowed_before_the_machine_slept_is_not_used_after_it(daemon: Daemon) -> None:
     """Other nodes may have it: they have taken this one for gone."""
-    daemon.process._on_data(FROM_COORDINATOR.pack(replace(REPORT, limit_bytes=9 << 20)))
+    daemon.hear(daemon.report_of_now)
     daemon.process.publish(1 << 20)
     daemon.silent(2.0)
     assert len(daemon.messages) == 1
     daemon.slept_seconds = 3600.0
     daemon.silent(2.0)
-    reports = [message for message in daemon.messages if isinstance(message, Report)]
-    assert reports[-1].limit_bytes == 1 << 20
+    assert daemon.limit_bytes == 1 << 20
+
+
+def test_what_was_said_before_the_machine_slept_and_is_heard_after_it_is_old(daemon: Daemon) -> None:
+    said = daemon.report_of_now
+    daemon.process.publish(1 << 20)
+    daemon.slept_seconds = 3600.0
+    daemon.hear(said)
+    daemon.silent(2.0)
+    assert daemon.limit_bytes == 1 << 20
+    daemon.report(2.0)
+    assert daemon.limit_bytes == 9 << 20
 
 
 def test_a_coordinator_that_was_ended_is_not_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

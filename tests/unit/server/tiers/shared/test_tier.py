@@ -308,6 +308,21 @@ def test_nothing_is_written_beyond_what_the_coordinator_allows(rig: SharedRig) -
 
 
 @pytest.mark.requirement("I4")
+def test_nothing_begins_after_the_machine_slept_before_the_coordinator_has_said_something_new(rig: SharedRig) -> None:
+    """Other nodes may have what was granted: for them, this one was gone."""
+    rig.coordinator.send_message(replace(rig.coordinator.report, until=rig.now + 150))
+    rig.stored(name_of(1))
+    rig.slept_seconds = 149.0
+    rig.stored(name_of(2))
+    rig.slept_seconds = 151.0
+    assert not rig.writable() and NO_GRANT in rig.tier.status().reason
+    assert rig.write(name_of(3)).outcome is not IoOutcome.OK and not rig.path_of(name_of(3)).exists()
+    rig.coordinator.send_message(replace(rig.coordinator.report, until=rig.now + 151 + 150))
+    assert rig.writable()
+    rig.stored(name_of(3))
+
+
+@pytest.mark.requirement("I4")
 def test_what_was_there_already_and_what_a_codec_saved_is_given_back(rig: SharedRig) -> None:
     rig.another().stored(NAME)
     rig.write(NAME)

@@ -243,6 +243,7 @@ class Coordinator:
             directory_id=self._known.directory_id,
             counting_seconds=None if counting is None else counting[0],
             counted_files=0 if counting is None else counting[1],
+            until=self._clock() + self._settings.unheard_seconds,
         )
 
     def _counting(self) -> tuple[float, int] | None:
