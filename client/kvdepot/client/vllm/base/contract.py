@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -128,7 +129,7 @@ def changed_overrides(kind: type, not_hooks: Iterable[str] = (), absent: Iterabl
         if type(above) is not type(member):
             problems.append(f"{name} is a {type(above).__name__}, in this kvdepot a {type(member).__name__}")
         elif arguments(passed) != arguments(taken):
-            passes, takes = inspect.signature(passed), inspect.signature(taken)
+            passes, takes = _signature(passed), _signature(taken)
             problems.append(f"{name}: called as {name}{passes}, this kvdepot takes {name}{takes}")
     return problems
 
@@ -142,7 +143,7 @@ def missing_names(kind: type, names: Names, absent: Iterable[str] = ()) -> list[
     for name, method in _methods(names).items() if isinstance(names, type) else ():
         theirs = _function(inspect.getattr_static(kind, name, None))
         if theirs is not None and not _takes(theirs, method):
-            problems.append(f"{place}.{name} takes {inspect.signature(theirs)}, kvdepot passes {arguments(method)[1:]}")
+            problems.append(f"{place}.{name} takes {_signature(theirs)}, kvdepot passes {arguments(method)[1:]}")
     return problems
 
 
@@ -166,17 +167,20 @@ def _function(member: object) -> Callable[..., Any] | None:
     return member if inspect.isfunction(member) else None
 
 
+@cache  # each connector of a process asks about the same functions
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
 def arguments(function: Callable[..., Any]) -> list[str]:
     """Return the arguments, without those that a method may get in addition to its own."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind not in variable
-    ]
+    return [name for name, parameter in _signature(function).parameters.items() if parameter.kind not in variable]
 
 
 def _takes(theirs: Callable[..., Any], ours: Callable[..., Any]) -> bool:
     """Whether a call with our arguments is one of theirs: further ones need a default."""
-    parameters, passed = list(inspect.signature(theirs).parameters.values()), arguments(ours)
+    parameters, passed = list(_signature(theirs).parameters.values()), arguments(ours)
     further = [p for p in parameters[len(passed) :] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     return [p.name for p in parameters[: len(passed)]] == passed and not further
 
