@@ -111,17 +111,23 @@ def test_the_package_with_all_libraries_is_made_and_runs_with_debian_s_python(tm
             assert re.search(rf"/site-packages/{names}-{version}\.dist-info/METADATA", files, re.I), pin
 
 
-COMMANDS = ("systemd-sysusers", "systemd-tmpfiles", "systemctl", "/opt/kvdepot/bin/python3", "rm", "find")
+COMMANDS = ("systemd-sysusers", "systemd-tmpfiles", "systemctl", "/opt/kvdepot/bin/python3", "runuser", "rm", "find")
+CHECK = "runuser -u kvdepot -- /opt/kvdepot/bin/kvdepotd check-config --any-host /etc/kvdepot/kvdepot.toml"
+RESTART = "systemctl try-restart kvdepotd.service"
 
 
-def commands_of(script: str, tmp_path: Path, *arguments: str, booted: bool = True) -> list[str]:
-    """Return the commands that a script runs, with its arguments. None of them does anything."""
+def commands_of(
+    script: str, tmp_path: Path, *arguments: str, booted: bool = True, fails: str = "", config: bool = True
+) -> list[str]:  # fmt: skip
+    """Return the commands that a script runs, with its arguments. None of them does anything; `fails` fails."""
     log = tmp_path / "log"
     text = (SCRIPTS / script).read_text().replace("/run/systemd/system", str(tmp_path) if booted else "/nowhere")
+    text = text.replace("[ -e /etc/kvdepot/kvdepot.toml ]", "true" if config else "false")
     for command in COMMANDS:
         name = Path(command).name
         text = text.replace(f"{command} ", f"{name} ")
-        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\n')
+        ends = f'[ "{name} $*" != "{fails}" ]'
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\n{ends}\n')
         (tmp_path / name).chmod(0o755)
     (tmp_path / "script").write_text(text)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -136,9 +142,30 @@ def test_an_installation_makes_the_user_and_starts_nothing(tmp_path: Path) -> No
 
 
 def test_an_upgrade_restarts_a_daemon_that_runs(tmp_path: Path) -> None:
-    assert commands_of("postinst", tmp_path, "configure", "0.2.0-1")[-1] == "systemctl try-restart kvdepotd.service"
+    assert commands_of("postinst", tmp_path, "configure", "0.2.0-1")[-2:] == [CHECK, RESTART]
     (tmp_path / "prerm").mkdir()
     assert "systemctl" not in " ".join(commands_of("prerm", tmp_path / "prerm", "upgrade", "0.3.0-1"))
+
+
+def test_an_upgrade_to_a_version_that_refuses_the_configuration_leaves_the_former_daemon(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the package is installed: half of it would not come to its end, nor start the daemon, at a later try."""
+    assert commands_of("postinst", tmp_path, "configure", "0.2.0-1", fails=CHECK)[-1] == CHECK
+    assert "refuses /etc/kvdepot/kvdepot.toml" in capfd.readouterr().err
+
+
+def test_an_upgrade_after_which_the_daemon_does_not_start_says_so_and_is_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert commands_of("postinst", tmp_path, "configure", "0.2.0-1", fails=RESTART)[-1] == RESTART
+    assert "journalctl -u kvdepotd" in capfd.readouterr().err
+
+
+def test_an_upgrade_of_a_site_with_another_file_restarts_the_daemon(tmp_path: Path) -> None:
+    assert commands_of("postinst", tmp_path, "configure", "0.2.0-1", config=False)[-2:] == [
+        "systemctl daemon-reload", RESTART,
+    ]  # fmt: skip
 
 
 def test_a_removal_stops_the_service_and_only_a_purge_removes_data(tmp_path: Path) -> None:
