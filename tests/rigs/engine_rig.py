@@ -359,8 +359,11 @@ class Client:
         self.rig.depot.end_request(EndRequestCall(self.session, request))
 
 
-def audit(engine: Depot) -> None:
-    """Assert that tables, index, allocator, lent table and figures tell one story. White box on purpose."""
+def audit(engine: Depot, prefetch_bytes: Sequence[int] = ()) -> None:
+    """Assert that tables, index, allocator, lent table and figures tell one story. White box on purpose.
+
+    `prefetch_bytes`: by room, what prefetch may have pinned before its share became smaller.
+    """
     tree, ram = engine._tree, engine._ram
     rows, lent = ram.rows, ram.lent
     heads = [
@@ -392,7 +395,7 @@ def audit(engine: Depot) -> None:
     _audit_sessions(engine)
     audit_tree(tree)
     audit_quotas(engine)
-    audit_prefetch(engine)
+    audit_prefetch(engine, prefetch_bytes)
     audit_pins(engine)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from kvdepot.core.arena import RowState
@@ -11,8 +12,11 @@ from kvdepot.server.depot.operators.operator_prefetch import OperatorPrefetch
 from kvdepot.server.depot.tree.index import NONE
 
 
-def audit_prefetch(engine: Depot) -> None:
-    """Assert that every hold has its requests, that nothing is kept for nobody, and that the share is respected."""
+def audit_prefetch(engine: Depot, former_bytes: Sequence[int] = ()) -> None:
+    """Assert that every hold has its requests, that nothing is kept for nobody, and that the share is respected.
+
+    `former_bytes`: by room, what was pinned before a reload made the share smaller.
+    """
     prefetch, ram = engine._prefetch, engine._ram
     holds = ram.pins.prefetch
     held = np.flatnonzero(holds._requests).tolist()
@@ -26,7 +30,8 @@ def audit_prefetch(engine: Depot) -> None:
     assert holds.objects == len(held)
     for room in ram.rooms:
         there = sum(ram.rounded_bytes(row) for row in held if ram.part_of(row) == room.number)
-        assert holds.bytes_in(room.number) == there <= prefetch._share * room.allocator.ready_bytes
+        most = max([prefetch._share * room.allocator.ready_bytes, *former_bytes[room.number : room.number + 1]])
+        assert holds.bytes_in(room.number) == there <= most
     for row in held:
         assert holds.pinned[row] and ram.node_of(row) != NONE, "held, and nobody finds it"
         assert ram.rows.state[row] == RowState.COMMITTED or engine._tiering.promotions.reading(row)

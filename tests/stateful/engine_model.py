@@ -14,6 +14,7 @@ from kvdepot.server.depot.types import Quota, TierConfig
 from tests.rigs.pin_audit import sweep
 from tests.stateful.engine_world import DEPTH, SPECS, World, keys_of
 from tests.stateful.operator_world import Operator
+from tests.stateful.reloads import changes_of
 
 who = st.sampled_from(sorted(SPECS))
 paths = st.integers(0, 2)
@@ -115,6 +116,13 @@ class EngineModel(RuleBasedStateMachine):
     def drain(self, draining: bool) -> None:
         self.world.drain(draining=draining)
         self.world.drain(draining=False)  # all the rest would do nothing
+
+    @rule(data=st.data(), times=st.integers(1, 3))
+    def reload(self, data: st.DataObject, times: int) -> None:
+        """Several in a row, too: operators who try."""
+        for _ in range(times):
+            depot, tier = (data.draw(changes_of(values)) for values in self.world.settings)
+            self.world.reloads.reload(depot, tier)
 
     @rule(who=who, path=paths)
     def leave_queue(self, who: str, path: int) -> None:

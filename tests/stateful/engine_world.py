@@ -33,13 +33,15 @@ from kvdepot.server.storage.base import IoOutcome
 from tests.fakes.memory_tier import Job, MemoryTier
 from tests.fakes.shared_memory_tier import File
 from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, key, spec_of
-from tests.rigs.quota_audit import check_within_quotas
 from tests.stateful.auditing import compare, elements_of, flip
 from tests.stateful.held_extents import Held, Name, held_by, parts_of
 from tests.stateful.killing import Killed, killed_after
 from tests.stateful.outliving import check_restart, outliving
+from tests.stateful.reloads import DEPOT, TIER, Reloads
 
 DEPTH = 4
+ROOM_TICKS = 60
+"""An orphan waits for 10 s, and one goes at a time."""
 ODD = spec_of(
     GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(6144,)),  # three pages, beside the two of DENSE: room gets cut up
     GroupSpec(Kind.STATE, 32, rank_block_bytes=(4000,)),
@@ -104,6 +106,8 @@ class World:
     """All that happens between engines and one daemon, and what must hold whatever happens."""
 
     rig: Rig
+    settings = DEPOT, TIER
+    """What a reload may change: of the depot, and of each lower tier."""
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class World:
             "provisional_seconds": 20.0, "high_watermark": 0.9, "low_watermark": 0.7, "loads_in_flight": 3,
             "evictions_at_once": 2, "quotas": quotas, "audit_sample": 0.5, "audit_share": 0.25, **others,
         })  # fmt: skip
+        self.reloads = Reloads(self.rig)
         # Leases whose bytes an object may have.
         self.writers: dict[Name, set[int]] = neighbour.writers if neighbour else {}
         if neighbour is not None:
@@ -249,7 +254,7 @@ class World:
         except NotFound:
             return
         for _ in iter(removal.run_once, False):
-            audit(self.rig.depot)
+            audit(self.rig.depot, self.reloads.prefetch_bytes)
         self.hear()
         slot = self.rig.depot._tree.namespaces.by_id[namespace_id].slot
         for key_ in keys[-1:] or (keys_of(at, 1)[0] for at in range(3)):
@@ -282,6 +287,8 @@ class World:
         client, request = self.attach(who), self.engines[who].queued.pop(path, None)
         if request is not None:
             client.end_request(request)
+            waiting = {name for _, name in self.rig.depot._prefetch._requests}
+            assert request not in waiting, "read for nobody"
 
     def acquire(self, who: str, path: int, depth: int) -> None:
         client, keys = self.attach(who), keys_of(path, depth)
@@ -499,6 +506,7 @@ class World:
             if not tier.opened:
                 tier.open()
             tier.readable = tier.writable = True
+        self.reloads.look()
 
     def crash(self, *, worker_lives: bool = True, opens: bool = True) -> None:
         """The next run begins. With `opens`, its disk opens at once; else `open` is still due."""
@@ -513,6 +521,7 @@ class World:
         self.rig.tier_opens_at_start = True
         check_restart(self.rig, outlives if opens else set())
         self.come_back()
+        self.reloads.look()
         assert self.rig.counter("corrupt_objects") == 0
 
     def reboot(self) -> None:
@@ -528,6 +537,7 @@ class World:
         self.contradicted = 0
         audit(self.rig.depot)
         self.come_back()
+        self.reloads.look()
 
     def come_back(self) -> None:
         """Where a tenant has a quota, the daemon has to learn whose the namespaces are before more is stored."""
@@ -548,8 +558,8 @@ class World:
 
     def check(self) -> None:
         self.hear()
-        audit(self.rig.depot)
-        check_within_quotas(self.rig.depot)
+        audit(self.rig.depot, self.reloads.prefetch_bytes)
+        self.reloads.check()
         assert self.rig.counter("corrupt_objects") == self.contradicted
         for engine in self.engines.values():
             for lease, objects in engine.writes.items():
@@ -575,4 +585,14 @@ class World:
         pins = self.rig.depot._ram.pins
         assert not any(pins.prefetch.pinned) and not any(pins.user.pinned), "kept for nobody"
         assert not any(room.attention_bytes for room in self.rig.depot._ram.rooms)
+        audit(self.rig.depot)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Nobody needs anything any more: every tier comes below its limits in bounded time."""
+        self.open()
+        for _ in range(ROOM_TICKS):
+            self.tick(1.0)
+            self.run()
+        self.reloads.check_reached()
         audit(self.rig.depot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from kvdepot.server.depot.types import TenantBudget, TierConfig
 
 from tests.rigs.engine_rig import Client, audit, key, spec_of
 from tests.stateful.engine_world import DEPTH, World
+from tests.stateful.reloads import DEPOT, TIER
 
 PART_BYTES: Final = 2 << 20
 """The least. It has room for 12 objects of \"a\"."""
@@ -38,10 +40,18 @@ SPECS: Final = {
     ),
 }
 TENANTS: Final = tuple(sorted({spec.tenant for spec in SPECS.values()}))
+BUDGETS: Final = (TenantBudget(), TenantBudget(8 * UNIT, 200), TenantBudget(16 * UNIT))
+OF_TENANTS: Final = {name: values for name, values in DEPOT.items() if name != "quotas"} | {
+    "credit_bytes": (16 * UNIT, 48 * UNIT),
+    "tenants": [dict(zip(TENANTS, budgets, strict=True)) for budgets in product(BUDGETS, repeat=len(TENANTS))],
+}
+"""What a reload may change. A quota would be in a store's way, and a budget is never less than an object."""
 
 
 class TenantWorld(World):
     """One daemon with a part for each tenant. What one does never hinders another one."""
+
+    settings = OF_TENANTS, TIER
 
     def __init__(self, tier: TierConfig | None = None, **others: Any) -> None:
         options: dict[str, Any] = {

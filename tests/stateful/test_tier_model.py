@@ -13,14 +13,7 @@ from kvdepot.server.depot.types import TierConfig, WritePolicy
 
 from tests.rigs.seeds import drawn, one_in, steps_until
 from tests.stateful.engine_world import World
-from tests.stateful.tier_model import ACTIONS, TierModel, act
-
-QUEUE_ACTIONS = (
-    *["queue"] * 5, "acquire", "acquire", "release", "step", "step", "step", "run", "reserve", "commit", "commit",
-    "tick", "late", "scribble", "rare",
-)  # fmt: skip
-PLACE_ACTIONS = (*ACTIONS, "place", "place", "place", "acquire", "acquire")
-
+from tests.stateful.tier_model import PLACE_ACTIONS, QUEUE_ACTIONS, TierModel, act
 
 TierModel.TestCase.settings = settings(
     max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)

@@ -20,6 +20,11 @@ ACTIONS = (
     "reserve", "commit", "commit", "acquire", "acquire", "release", "step", "step", "step", "run", "run", "tick", "sum",
     "late", "scribble", "rare", "queue", "contradict",
 )  # fmt: skip
+QUEUE_ACTIONS = (
+    *["queue"] * 5, "acquire", "acquire", "release", "step", "step", "step", "run", "reserve", "commit", "commit",
+    "tick", "late", "scribble", "rare",
+)  # fmt: skip
+PLACE_ACTIONS = (*ACTIONS, "place", "place", "place", "acquire", "acquire")
 picks = st.integers(0, 1 << 16)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvdepot.core.calls import AcquireOutcome, DeclareCall, Kind, LocateCall
 from kvdepot.server.depot.tiering import prefetch as prefetch_module
@@ -408,3 +410,32 @@ def test_requests_and_their_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(5):
         client.end_request(f"e{number}")
     assert len(rig.depot._prefetch._ended) == 2
+
+
+@pytest.mark.requirement("I4", "T9")
+def test_a_request_that_ends_while_prefetch_is_off_leaves_nothing_pinned() -> None:
+    keys = path("p", 6)
+    rig, client = cold(keys)
+    client.locate(keys, request="r")
+    rig.tier.run()
+    assert held(rig) == (6, 6 * OBJECT)
+    rig.depot.configure(replace(rig.config, prefetch_share=0.0), {})
+    client.end_request("r")
+    assert held(rig) == (0, 0)
+    assert rig.depot.status().tier.prefetching_requests == 0
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("T9")
+def test_a_shorter_time_holds_for_older_requests_too() -> None:
+    keys = path("p", 6)
+    rig, client = cold(keys)
+    client.locate(keys, request="r")
+    rig.tier.run()
+    rig.depot.configure(replace(rig.config, lease_deadline_seconds=10.0), {})
+    rig.now += 9.0
+    rig.depot.tick()
+    assert held(rig) == (6, 6 * OBJECT)
+    rig.now += 1.5
+    rig.depot.tick()
+    assert held(rig) == (0, 0)

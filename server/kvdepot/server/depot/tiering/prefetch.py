@@ -92,9 +92,16 @@ class Prefetch:
         self.rejected = RejectedLoads(self, tree.index, tree.namespaces, ram.rounded, tree.clock)
 
     def configure(self, *, share: float, seconds: float) -> None:
-        """Change share and time. Pins beyond a smaller share stay, and nothing further is begun."""
+        """Change share and time. Pins beyond a smaller share stay, and nothing further is begun.
+
+        A shorter time is given to the requests that are there as well.
+        """
         self._share = share
         self.seconds = seconds
+        latest = self._clock() + seconds
+        for request in self._requests.values():
+            if request.tokens:  # else its time has not begun
+                request.deadline = min(request.deadline, latest)
 
     def __len__(self) -> int:
         """Return the number of requests, served or not."""
@@ -160,9 +167,10 @@ class Prefetch:
             self.pump()
 
     def ended(self, owner: Owner) -> None:
-        """End the prefetch of a request for ever: a Locate that is still under way begins none."""
-        if not self.on:
-            return
+        """End the prefetch of a request for ever: a Locate that is still under way begins none.
+
+        Also while prefetch is off: it may have been on when the request came, and may be on when the Locate ends.
+        """
         self._ended[owner] = None
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)

@@ -200,9 +200,10 @@ class Tiering:
     def _demoting(self, node: int) -> bool:
         kinds = [kind for kind in Kind if self._ram.visible(node, kind) and not self._tree.elsewhere(node, kind)]
         for tier, queue in self._at_eviction if kinds else ():
-            if not tier.tier.writable or not self._wants(tier, queue, node, kinds):
+            taken = [kind for kind in kinds if not queue.has_refused(self._index.row(node, kind))]
+            if not taken or not tier.tier.writable or not self._wants(tier, queue, node, taken):
                 continue
-            if sum(self._demote(queue, node, kind) for kind in kinds):  # every kind of them
+            if sum(queue.demote(node, kind) for kind in taken):  # every kind of them
                 return True
         return False
 
@@ -218,9 +219,6 @@ class Tiering:
         for tier in self._tiers:
             if tier.children(node):
                 self._queues[tier.number].offer(node, self._tree.path_kind(node))
-
-    def _demote(self, queue: WriteQueue, node: int, kind: int) -> bool:
-        return queue.has(self._index.row(node, kind)) or queue.offer(node, kind)
 
     # What tiers say
 

@@ -5,6 +5,9 @@ dispatch to the answer it is lent to a worker. Objects for which the queue has n
 the tier refuses, or which would exceed the daily budget are dropped and counted. They never
 wait (I4). Objects for which something raises are dropped too, because they must not block
 all others.
+
+RAM keeps what it is about to drop until it is written (`demote`). It does not wait for a tier that
+has just refused the object, or that has had no room for long: RAM would never get below its limits.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ _WAIT: Final = "wait"
 _FAILED: Final = "failed"  # something raised: a reason to drop it, as others are
 _AT_ONCE: Final = 64
 """Objects that leave the queue in one go. Thousands of them may be nothing to write any more, at 20 us each."""
+REFUSED_SECONDS: Final = 5.0
+"""How long RAM does not wait again for an object that the tier did not take."""
+NO_ROOM_SECONDS: Final = 10.0
+"""How long RAM waits while the tier has no room, as for an orphan (`evicting`)."""
 
 
 class WriteQueue:
@@ -49,6 +56,9 @@ class WriteQueue:
         self._writing: dict[int, int] = {}  # row -> its generation
         self._pumping = False
         self._full = False  # the tier had no room: what was dropped for it is not free before the next tick
+        self._clock = tree.clock
+        self._no_room_since: float | None = None  # None: it has taken something since, or nothing waits
+        self._refused: OrderedDict[int, tuple[int, float]] = OrderedDict()  # row -> its generation, when
         self.waiting_bytes = 0
 
     def __len__(self) -> int:
@@ -58,6 +68,10 @@ class WriteQueue:
         """Return whether the object waits or is being written."""
         generation = self._rows.generation[row]
         return self._waiting.get(row, (None, 0))[0] == generation or self._writing.get(row) == generation
+
+    def has_refused(self, row: int) -> bool:
+        """Return whether the tier did not take the object when it was offered last, some seconds ago."""
+        return self._refused.get(row, (None, 0.0))[0] == self._rows.generation[row]
 
     # In
 
@@ -85,6 +99,12 @@ class WriteQueue:
         rows = path[::-1] + [self._index.row(node, kind) for kind in missing if not self._tier.has(node, kind)]
         return bool(rows) and all(self._enter(row) for row in rows if row != NO_ROW and self._rows.visible(row))
 
+    def demote(self, node: int, kind: int) -> bool:
+        """Queue an object that RAM is about to drop. Return whether RAM is to keep it until it is written."""
+        if self._no_room_since is not None and self._clock() - self._no_room_since >= NO_ROOM_SECONDS:
+            return False
+        return self.has(self._index.row(node, kind)) or self.offer(node, kind)
+
     def _enter(self, row: int) -> bool:
         if self.has(row):
             return True
@@ -108,6 +128,8 @@ class WriteQueue:
 
     def tick(self) -> None:
         self._full = False
+        while self._refused and next(iter(self._refused.values()))[1] <= self._clock() - REFUSED_SECONDS:
+            self._refused.popitem(last=False)
         self.pump()
 
     def pump(self) -> None:
@@ -118,17 +140,21 @@ class WriteQueue:
         tier = self._tier.tier
         try:
             for _ in range(_AT_ONCE):
+                if not self._waiting:
+                    self._no_room_since = None
                 if not self._waiting or self._full or tier.write_slots <= 0:
                     return
                 row, (generation, size_bytes) = next(iter(self._waiting.items()))
                 following = self._guard.value("write_queue", _FAILED, self._following, row, generation, size_bytes)
                 if following == _WAIT:
+                    self._note_no_room()
                     return
                 self._forget(row)
                 if following == _WRITE and not self._guard.call("write_queue", self._write, row, generation):
                     following = _FAILED
                 if following not in (_WRITE, _LEAVE):
                     self._refuse(following)
+                    self._not_taken(row, generation)
         finally:
             self._pumping = False
 
@@ -203,6 +229,7 @@ class WriteQueue:
         tier = self._tier
         live = self._live(row, generation)
         if written.outcome is IoOutcome.OK:
+            self._no_room_since = None
             tier.wrote(written.stored_bytes)
             if not self._in_doubt(row, generation, name, written, live=live):
                 self._take_in(row, written, live=live)
@@ -210,6 +237,7 @@ class WriteQueue:
             self._tree.drop_corrupt(row)
         elif live and written.outcome is IoOutcome.NO_SPACE:
             self._full = True
+            self._note_no_room()
             if tier.tier.writable:
                 # It has bytes, or would not have been asked: it lacks handles, records or an unbroken place.
                 tier.evict_for(*self._place(row))
@@ -217,6 +245,7 @@ class WriteQueue:
             if row in self._waiting:
                 self._waiting.move_to_end(row, last=False)
         elif live:
+            self._not_taken(row, generation)
             self._tree.refresh_node(self._ram.node_of(row))
 
     def _place(self, row: int) -> tuple[int, int]:
@@ -258,6 +287,15 @@ class WriteQueue:
         tier.keep(node, self._rows.kind[row], written.handle)
         if (above := self._index.parent(node)) != NONE:
             tier.used(above)
+
+    def _note_no_room(self) -> None:
+        if self._no_room_since is None:
+            self._no_room_since = self._clock()
+
+    def _not_taken(self, row: int, generation: int) -> None:
+        """Note that the tier has refused an object, or could not write it. The last one is the latest."""
+        self._refused.pop(row, None)
+        self._refused[row] = generation, self._clock()
 
     def _refuse(self, reason: str) -> None:
         self._counters.add(f"tier_writes_dropped.{self._tier.tier.name}/{reason}")
