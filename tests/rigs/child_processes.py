@@ -8,7 +8,15 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvdepot.proto.loaded_code import LoadedCode
+from kvdepot.server.io.lifeline import CODE, PACKAGES
+
 from tests.rigs import forked_children
+
+
+def as_the_daemon_starts_it() -> dict[str, str]:
+    """Return the environment of a child whose daemon has the code that is on the disk."""
+    return {**os.environ, CODE: LoadedCode(*PACKAGES).digest}
 
 
 def children(pid: int, module: bytes = b"") -> list[int]:

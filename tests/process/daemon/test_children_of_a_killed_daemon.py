@@ -14,6 +14,7 @@ from kvdepot.core.data_mapping import pack_parts
 from kvdepot.server.io import checksum_wire, jobs
 from kvdepot.server.tiers.disk.messages import REQUESTS, Begin
 
+from tests.rigs.child_processes import as_the_daemon_starts_it
 from tests.rigs.patience import patient
 
 ARENA_BYTES = 1 << 20
@@ -37,7 +38,9 @@ def test_a_child_of_a_killed_daemon_ends_without_a_traceback(module: str, tmp_pa
     }[module]
     command = [sys.executable, "-m", f"kvdepot.server.{module}", *map(str, arguments)]
     with theirs:
-        process = subprocess.Popen(command, pass_fds=(arena_fd, theirs.fileno()), stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, pass_fds=(arena_fd, theirs.fileno()), stderr=subprocess.PIPE, env=as_the_daemon_starts_it()
+        )
     try:
         ours.sendall(CHILDREN[module])
         assert select.select([ours], [], [], patient(30))[0], "no answer"

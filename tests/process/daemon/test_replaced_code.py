@@ -39,9 +39,11 @@ def test_a_child_with_other_code_than_the_daemon_does_no_job(monkeypatch: pytest
     assert process.wait(patient(30)) == 1
 
 
-def test_a_child_with_other_code_says_so() -> None:
+@pytest.mark.parametrize("code", [{CODE: "f" * 32}, {}], ids=["another one", "version 0.3.0, which says nothing"])
+def test_a_child_with_other_code_says_so(code: dict[str, str]) -> None:
     command = [sys.executable, "-Pm", SUMS.decode()]
-    done = subprocess.run(command, env=os.environ | {CODE: "f" * 32}, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != CODE} | code
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and REPLACED in done.stderr and "Traceback" not in done.stderr
 
 

@@ -20,6 +20,7 @@ from kvdepot.server.io.jobs import ANSWERS, JOBS, STARTED, Job, Probe
 from kvdepot.server.io.pool import worker_reserve_bytes
 from kvdepot.server.storage.base import IoOutcome
 
+from tests.rigs.child_processes import as_the_daemon_starts_it
 from tests.rigs.io_pool_rig import is_gone
 from tests.rigs.io_rig import ARENA_BYTES, MIB, IoRig, verify_only
 from tests.rigs.patience import Deadline, patient
@@ -41,6 +42,7 @@ class Worker:
                 [sys.executable, "-m", MODULE, *map(str, arguments)],
                 pass_fds=(rig.arena_fd, theirs.fileno()),
                 stderr=subprocess.PIPE,
+                env=as_the_daemon_starts_it(),
             )
 
     def ask(self, job: Job, number: int = 1) -> IoOutcome:
@@ -164,7 +166,9 @@ def test_it_ends_with_the_process_that_made_it(rig: IoRig) -> None:
         "print(child.pid, flush=True)\n"
         "child.wait()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], pass_fds=(theirs.fileno(),), stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=(theirs.fileno(),), stdout=subprocess.PIPE, env=as_the_daemon_starts_it()
+    )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     ours.sendall(JOBS.pack(PROBE, 1))

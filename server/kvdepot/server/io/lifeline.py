@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from kvdepot.proto.loaded_code import LoadedCode
+from kvdepot.proto.loaded_code import UNKNOWN, LoadedCode
 
 PACKAGES: Final = ("kvdepot.core", "kvdepot.proto", "kvdepot.server")
 """What the daemon and its children are made of."""
@@ -32,10 +32,9 @@ def die_with(parent: int) -> None:
 def check_code() -> None:
     """Exit if what is on the disk is not the code of the daemon. Called after each import of more of it.
 
-    What this process imported may read a job as another one.
+    What this process imported may read a job as another one. A daemon of version 0.3.0 does not say what it has.
     """
-    digest = os.environ.get(CODE)
-    if digest is not None and not LoadedCode(*PACKAGES).is_of(digest):
+    if not LoadedCode(*PACKAGES).is_of(os.environ.get(CODE, UNKNOWN)):
         sys.exit(f"kvdepotd: process {os.getpid()} ends: kvdepot was replaced on the disk: restart the daemon")
 
 
