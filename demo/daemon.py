@@ -102,10 +102,25 @@ class Daemon:
             self._process = subprocess.Popen(
                 [*self._program, "serve", *self._arguments],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,
-                env=os.environ | {"XDG_RUNTIME_DIR": str(self.directory), "XDG_CACHE_HOME": str(self.directory)},
+                env=os.environ | {
+                    "XDG_RUNTIME_DIR": str(self.directory), "XDG_CACHE_HOME": str(self.directory),
+                    "PYTHONFAULTHANDLER": "1",
+                },
             )  # fmt: skip
-        self.wait(lambda status: status.ready, START_TIMEOUT_SECONDS, "ready")
+        try:
+            self.wait(lambda status: status.ready, START_TIMEOUT_SECONDS, "ready")
+        except DaemonProcessError as error:
+            error.add_note(self._end_with_stacks())
+            raise
         return self
+
+    def _end_with_stacks(self) -> str:
+        """End a daemon that does not become ready. Return what its log says then: where each thread was."""
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGABRT)
+            process.wait(30 * self._patience())
+        return self.log_tail(100)
 
     @property
     def arena(self) -> Path:
