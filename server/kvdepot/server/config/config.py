@@ -12,10 +12,9 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from kvdepot.core import runtime
 from kvdepot.core.arena import SIZE_BYTES_MAX, ArenaLayout
@@ -43,10 +42,9 @@ from kvdepot.server.config.schema import AUTO, DISK_KIND, OBJECT_KIND, PEER_KIND
 from kvdepot.server.config.tenants import Tenants, check_tenants, parts_of, resolve_tenants
 from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
 from kvdepot.server.config.tls import check_tls
+from kvdepot.server.config.validation import validated
 from kvdepot.server.depot.types import EVERY
 from kvdepot.server.platform.addresses import TCP
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 EMBEDDED = "embedded default"
 DISK = "disk"
@@ -123,9 +121,13 @@ class Config:
 
 
 def load(
-    path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = ()
-) -> Config:
-    """Return the configuration of a file. Raise ConfigError."""
+    path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = (),
+    running_bytes: int | None = None,
+) -> Config:  # fmt: skip
+    """Return the configuration of a file. Raise ConfigError.
+
+    `running_bytes`: the capacity that "auto" has been in a daemon that runs, where its file is read again.
+    """
     file = str(path).encode("utf-8", "backslashreplace").decode()  # it is told to others, who read UTF-8
     try:
         text = path.read_bytes().decode()
@@ -137,7 +139,7 @@ def load(
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of numbers and nesting beyond Python's limits
         raise ConfigError(file, "", f"is no TOML: {error}") from error
-    return check(file, document, overrides, variables)
+    return check(file, document, overrides, variables, running_bytes)
 
 
 def embedded(overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = ()) -> Config:
@@ -168,15 +170,16 @@ def _with_disk(
 
 def check(
     file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None = None,
-    variables: Sequence[Variable] = (),
+    variables: Sequence[Variable] = (), running_bytes: int | None = None,
 ) -> Config:  # fmt: skip
     """Return the configuration of a parsed file, with the environment over it, and the command line over both.
 
-    The keys of DISK replace all of `[[tier]]`. An error that a variable caused names the variable.
+    The keys of DISK replace all of `[[tier]]`. An error that a variable caused names the variable. `running_bytes`: as
+    of `load`.
     """
     merged, names = _merged(file, document, overrides, variables)
     try:
-        config = _checked(file, merged)
+        config = _checked(file, merged, running_bytes)
     except ConfigError as error:
         told = together([_blaming_variables(one, names) for one in error.all])
         raise told from (error.__cause__ if told is error else error)
@@ -199,7 +202,7 @@ def _merged(
     _refuse_unavailable(file, document)
     names: dict[str, str] = {}
     if variables or overrides:
-        _validated(file, document)  # what is no table, or no list of tables, could not be looked through
+        validated(file, document)  # what is no table, or no list of tables, could not be looked through
     if variables:
         document, names = environment.applied(document, variables)
     for table, keys in (overrides or {}).items():
@@ -238,24 +241,13 @@ def _sources(
     return found
 
 
-def _validated(file: str, document: Mapping[str, Any]) -> Tables:
-    _refuse_no_names(file, "", document)
-    try:
-        return Tables.model_validate(document)
-    except ValidationError as error:
-        raise together([_config_error(file, one) for one in error.errors()]) from error
-
-
-def _checked(file: str, document: Mapping[str, Any]) -> Config:
-    tables = _validated(file, document)
+def _checked(file: str, document: Mapping[str, Any], running_bytes: int | None) -> Config:
+    tables = validated(file, document)
     arena_path = _arena_path(file, tables)
-    capacity_bytes = tables.ram.capacity
-    if capacity_bytes == AUTO:
-        capacity_bytes = _auto_capacity_bytes(arena_path.parent, sealed=tables.ram.sealed)
-    assert isinstance(capacity_bytes, int)
+    capacity_bytes, note = _capacity(file, tables, arena_path.parent, running_bytes)
     named = {Role.ADMIN: tables.tls.allow_admins, Role.READER: tables.tls.allow_readers}
     operators = replace(resolve(tables.operators.admins, tables.operators.readers), names=named)
-    config = Config(file, tables, capacity_bytes, arena_path, operators=operators)
+    config = Config(file, tables, capacity_bytes, arena_path, note, operators=operators)
     errors: list[ConfigError] = []
     for check in (
         partial(_check_tiers, file, tables),
@@ -316,6 +308,26 @@ def runtime_directory() -> Path:
 def _layout(arena_bytes: int) -> ArenaLayout:
     """Return the layout of an arena of this size. No host has room for one above the limit, and a start says so."""
     return ArenaLayout.plan(min(arena_bytes, SIZE_BYTES_MAX))
+
+
+def _capacity(file: str, tables: Tables, directory: Path, running_bytes: int | None) -> tuple[int, str]:
+    """Return the capacity of RAM, and what the log should say of it.
+
+    "auto" may have become too little for the file while a daemon runs, because a memory limit was lowered. That is
+    refused at the next start, and says nothing against other changes of the file.
+    """
+    capacity_bytes = tables.ram.capacity
+    if capacity_bytes != AUTO:
+        assert isinstance(capacity_bytes, int)
+        return capacity_bytes, ""
+    auto_bytes = _auto_capacity_bytes(directory, sealed=tables.ram.sealed)
+    if running_bytes is None:
+        return auto_bytes, ""
+    try:
+        _check_sizes(file, tables, auto_bytes)
+    except ConfigError as error:
+        return running_bytes, f"the next start of the daemon will be refused: {error.key}: {error.reason}"
+    return auto_bytes, ""
 
 
 def _auto_capacity_bytes(directory: Path, *, sealed: bool) -> int:
@@ -405,46 +417,9 @@ def check_quotas(file: str, tables: Tables) -> None:
             raise ConfigError(file, f"quota[{number}]", f"has the same tenant, namespace and tier as quota[{first}]")
 
 
-def _refuse_no_names(file: str, key: str, value: object) -> None:
-    """Raise ConfigError for a text with a NUL character, at which the kernel ends a path, or that is not UTF-8."""
-    if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
-        reason = "has a NUL character" if "\0" in value else "is not UTF-8"
-        raise ConfigError(file, key, f"{value!r} {reason}")
-    if isinstance(value, Mapping):
-        for name, entry in value.items():
-            _refuse_no_names(file, f"{key}.{name}".lstrip("."), entry)
-    if isinstance(value, list):
-        for number, entry in enumerate(value):
-            _refuse_no_names(file, f"{key}[{number}]" if isinstance(entry, Mapping) else key, entry)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text has no bytes of the environment or the command line that are not UTF-8 (PEP 383)."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
     for tier in document.get("tier") or () if isinstance(document.get("tier"), list) else ():
         kind = tier.get("kind") if isinstance(tier, Mapping) else None
         if kind in _TIER_KINDS_NOT_AVAILABLE:
             raise ConfigError(file, "tier.kind", f"tiers of kind {kind!r} are not available in this version",
                               advice=f'use "{DISK_KIND}", "{SHARED_KIND}", "{OBJECT_KIND}", "{PEER_KIND}"')  # fmt: skip
-
-
-def _config_error(file: str, error: ErrorDetails) -> ConfigError:
-    location = [str(part) for part in error["loc"] if isinstance(part, str)]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
-    if error["type"] == "extra_forbidden":
-        near = get_close_matches(location[-1], _keys_beside(location), n=1, cutoff=0.0)
-        return ConfigError(file, key, "unknown key", advice=f"did you mean {near[0]!r}?" if near else "delete it")
-    return ConfigError(file, key, error["msg"].removeprefix("Value error, "))
-
-
-def _keys_beside(location: list[str]) -> list[str]:
-    model: type[BaseModel] = Tables
-    for part in location[:-1]:
-        table = model.model_fields[part].annotation
-        table = next(iter(get_args(table)), table)  # a list of tables
-        assert isinstance(table, type) and issubclass(table, BaseModel)
-        model = table
-    return list(model.model_fields)

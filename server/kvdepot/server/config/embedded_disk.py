@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from kvdepot.server.tiers.disk.layout import FOLDERS
+
 NAME: Final = "disk"
 CAPACITY_BYTES_MIN: Final = 256 << 20
 CAPACITY_BYTES_MAX: Final = 8 << 30
@@ -35,7 +37,7 @@ def tier_table(directory: Path, capacity: str | None) -> dict[str, Any]:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         capacity = capacity or f"{_free_share_bytes(directory)}B"
     except OSError as error:
-        raise NoDiskError(f"{directory}: {error.strerror}") from error
+        raise NoDiskError(f"{error.filename or directory}: {error.strerror}") from error
     return {"name": NAME, "kind": "disk", "path": str(directory), "capacity": capacity}
 
 
@@ -45,8 +47,7 @@ def _free_share_bytes(directory: Path) -> int:
     So the next start computes the same capacity.
     """
     room = os.statvfs(directory)
-    held_bytes = sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
-    share_bytes = (room.f_bavail * room.f_frsize + held_bytes) // _SHARE_OF_FREE
+    share_bytes = (room.f_bavail * room.f_frsize + _held_bytes(directory)) // _SHARE_OF_FREE
     capacity_bytes = min(share_bytes // _STEP_BYTES * _STEP_BYTES, CAPACITY_BYTES_MAX)
     if capacity_bytes < CAPACITY_BYTES_MIN:
         raise NoDiskError(
@@ -54,3 +55,22 @@ def _free_share_bytes(directory: Path) -> int:
             f" less than {CAPACITY_BYTES_MIN >> 20} MiB"
         )
     return capacity_bytes
+
+
+def _held_bytes(directory: Path) -> int:
+    """Return what the files of the tier take. Raise OSError where a folder of it cannot be read.
+
+    Without these files the tier would be smaller than before, and would evict. `Path.rglob` skips such a folder.
+    """
+    found, folders = 0, [str(directory / name) for name in FOLDERS]
+    for folder in folders:
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    else:
+                        found += entry.stat(follow_symlinks=False).st_blocks * 512
+        except FileNotFoundError:  # there is no tier yet, or another daemon's deletes something
+            continue
+    return found

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return answer
     os.umask(_UMASK)
     prepare()
-    return asyncio.run(_serve(answer, None if options.config is None else partial(_reread, options)))
+    return asyncio.run(_serve(answer, None if options.config is None else partial(_reread, options, answer)))
 
 
 def _run(options: argparse.Namespace) -> int | Config:
@@ -239,10 +239,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config(options: argparse.Namespace) -> Config:
+def _config(options: argparse.Namespace, running: Config | None = None) -> Config:
+    """Return the configuration. `running`: of the daemon that reads it again, whose automatic sizes stay."""
     variables = environment.variables(os.environ)
     if options.verb == "check-config":
         return embedded(variables=variables) if options.config is None else load(options.config, variables=variables)
+    disk_capacity, running_bytes = options.disk_capacity, None
+    if running is not None:
+        running_bytes = running.capacity_bytes
+        if options.disk:
+            disk_capacity = f"{running.tables.tier[0].capacity}B"
     overrides: dict[str, dict[str, Any]] = {}
     for table, key, value in (
         ("daemon", "listen", None if options.socket is None else [f"unix://{options.socket.absolute()}"]),
@@ -250,7 +256,7 @@ def _config(options: argparse.Namespace) -> Config:
         ("ram", "capacity", options.ram),
         ("ram", "path", None if options.arena_dir is None else str(options.arena_dir.absolute())),
         (DISK, "path", options.disk and str(Path(options.disk).absolute())),
-        (DISK, "capacity", options.disk_capacity),
+        (DISK, "capacity", disk_capacity),
         ("log", "level", options.log_level),
         ("log", "format", options.log_format),
     ):
@@ -260,18 +266,21 @@ def _config(options: argparse.Namespace) -> Config:
         raise ConfigError("command line", "--disk-capacity", "needs --disk, which is not given")
     if options.config is None:
         return embedded(overrides, variables)
-    return load(options.config, overrides, variables)
+    return load(options.config, overrides, variables, running_bytes)
 
 
-def _reread(options: argparse.Namespace) -> Config:
+def _reread(options: argparse.Namespace, started: Config) -> Config:
     """Return the configuration for a reload, after the checks of a start of what a reload can change."""
-    config = with_keys(_config(options))
+    config = with_keys(_config(options, started))
     check_operators(config)
     return config
 
 
 class _Reloads:
-    """Reloads that SIGHUP asks for. During a start they wait for its end: the file may have changed since then."""
+    """Reloads that SIGHUP asks for. During a start they wait for its end: the file may have changed since then.
+
+    `entry` blocks the signal until its handler is here.
+    """
 
     def __init__(self) -> None:
         self._begin: Callable[[], asyncio.Task[None]] | None = None
@@ -306,6 +315,7 @@ async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
         loop.add_signal_handler(number, stop.set)
     reloads = _Reloads()
     loop.add_signal_handler(signal.SIGHUP, reloads.ask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     log.info("daemon starts: kvdepotd %s, pid %d, configuration: %s", version("kvdepot"), os.getpid(), config.file)
     if config.note:
         log.warning("configuration: %s", config.note)

@@ -370,6 +370,8 @@ class Control:
             self._log.warning("configuration changed: %s is %s, was %s", one.key, one.after, one.before)
         if not found:
             self._log.info("configuration unchanged: %s", after.file)
+        if after.note:
+            self._log.warning("configuration: %s", after.note)
         if self._quotas.kept() and any(one.key.startswith("quota[") for one in found):
             self._log.warning("operator quotas stay in effect: see `kvdepotctl quota list`")
         return ReloadReply(after.file, found)

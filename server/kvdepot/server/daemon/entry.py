@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Final
 
@@ -12,6 +13,9 @@ EXTRA: Final = ("grpc_health", "grpc_reflection", "prometheus_client", "pydantic
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["serve"]:
+        # To import all of the daemon takes a second, in which SIGHUP would end it. `app` lets the signal in.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         from kvdepot.server.daemon import app
 

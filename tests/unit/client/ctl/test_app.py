@@ -70,6 +70,12 @@ def test_seconds_that_no_clock_has_are_wrong_usage(verb: str, seconds: str) -> N
     assert done.exit_code == 2 and "is not at most" in done.output, done.output
 
 
+@pytest.mark.parametrize("rate", ["nan", "inf", "-inf", "0"])
+def test_a_prefill_rate_that_nothing_can_be_divided_by_is_wrong_usage(rate: str) -> None:
+    done = CliRunner().invoke(cli, ["--endpoint", "unix:///nowhere/d.sock", "bench", "--prefill", rate])
+    assert done.exit_code == 2 and "--prefill" in done.output, done.output
+
+
 def test_without_a_daemon_a_former_recording_stays(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("of a whole day")
     done = CliRunner().invoke(

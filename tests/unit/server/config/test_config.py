@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvdepot.core.arena import ArenaLayout
@@ -376,6 +379,36 @@ def test_embedded_default_has_a_disk_tier_in_the_users_cache(tmp_path: Path, mon
     assert (tier.name, tier.write, tier.capacity) == ("disk", "second_use", 10 << 28)
     assert Path(tier.path).is_relative_to(tmp_path / "cache" / "kvdepot") and Path(tier.path).is_dir()
     assert config.note == ""
+
+
+def test_the_files_of_the_embedded_disk_tier_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_bytes, held_bytes = (2 << 30) - (4 << 20), 8 << 20
+    config = _embedded(tmp_path, monkeypatch, free_bytes, capacity="1GiB")
+    (tier,) = config.tables.tier
+    assert tier.capacity == 256 << 20
+    for folder in ("segments", "quarantine", "lost+found"):
+        (Path(tier.path) / folder).mkdir()
+        (Path(tier.path) / folder / "file").write_bytes(bytes(held_bytes // 2))
+    (again,) = embedded({"ram": {"capacity": "1GiB"}}).tables.tier
+    assert again.capacity == 512 << 20
+
+
+def test_no_embedded_disk_tier_becomes_smaller_because_a_folder_of_it_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _embedded(tmp_path, monkeypatch, 10 << 30, capacity="1GiB")
+    folder = f"{config.tables.tier[0].path}/segments"
+    scandir = os.scandir
+
+    def refused(path: str) -> Any:
+        if path == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    config = embedded({"ram": {"capacity": "1GiB"}})
+    assert config.tables.tier == []
+    assert config.note == f"no disk tier: {folder}: Permission denied"
 
 
 @pytest.mark.parametrize(

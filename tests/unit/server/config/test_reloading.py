@@ -6,17 +6,19 @@ import asyncio
 import logging
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.errors import ConfigError
+from kvdepot.server.config import embedded_disk
 from kvdepot.server.config.config import Config, load
 from kvdepot.server.config.depot_settings import depot_config
 from kvdepot.server.config.reloading import changes, values
 from kvdepot.server.config.schema import Tables
 from kvdepot.server.config.set_quotas import SetQuotas
-from kvdepot.server.daemon.app import described
+from kvdepot.server.daemon.app import _config, _parser, _reread, described
 from kvdepot.server.daemon.control import Control
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.types import Quota, TenantBudget, TierConfig, WritePolicy
@@ -180,6 +182,42 @@ def test_the_arena_keeps_its_size_where_auto_means_another_one_by_now(
     daemon.change('path = "/tmp"', 'path = "/tmp"\nhigh_watermark = 0.99')
     assert [one.key for one in asyncio.run(daemon.control.reload()).changes] == ["ram.high_watermark"]
     assert daemon.ran[-1].capacity_bytes == 2 << 30
+
+
+@pytest.mark.requirement("T9")
+def test_a_lower_memory_limit_is_in_the_way_of_no_reload_where_ram_is_auto(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What "auto" would be now is too little for the tiers of the file."""
+    monkeypatch.setattr("kvdepot.server.config.config._auto_capacity_bytes", lambda *_, **__: 2 << 30)
+    daemon = Daemon(tmp_path, TEXT.replace('"2GiB"', '"auto"'))
+    options = _parser().parse_args(["serve", str(daemon.file)])
+    daemon.control._reread = partial(_reread, options, load(daemon.file))
+    monkeypatch.setattr("kvdepot.server.config.config._auto_capacity_bytes", lambda *_, **__: 320 << 20)
+    with pytest.raises(ConfigError, match="expected at least"):
+        load(daemon.file)
+    daemon.change('path = "/tmp"', 'path = "/tmp"\nhigh_watermark = 0.99')
+    assert [one.key for one in asyncio.run(daemon.control.reload()).changes] == ["ram.high_watermark"]
+    assert daemon.ran[-1].capacity_bytes == 2 << 30
+    assert "the next start of the daemon will be refused: ram.capacity: expected at least" in caplog.text
+    daemon.change('path = "/tmp"', 'path = "/tmp"\nlow_watermark = 2.0')
+    with pytest.raises(ConfigError, match="low_watermark"):
+        asyncio.run(daemon.control.reload())
+
+
+@pytest.mark.requirement("T9")
+def test_a_disk_that_became_fuller_is_in_the_way_of_no_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capacity of `--disk` is a share of what was free at the start."""
+    monkeypatch.setattr(embedded_disk, "_free_share_bytes", lambda _: 1 << 30)
+    text = '[daemon]\nlisten = ["unix:///tmp/k.sock"]\n[ram]\ncapacity = "2GiB"\npath = "/tmp"\n'
+    daemon = Daemon(tmp_path, text)
+    options = _parser().parse_args(["serve", str(daemon.file), "--disk", str(tmp_path / "disk")])
+    started = daemon.control._config = _config(options)
+    daemon.control._reread = partial(_reread, options, started)
+    monkeypatch.setattr(embedded_disk, "_free_share_bytes", lambda _: 512 << 20)
+    assert asyncio.run(daemon.control.reload()).changes == ()
+    daemon.change("[ram]", '[log]\nlevel = "debug"\n[ram]')
+    assert [one.key for one in asyncio.run(daemon.control.reload()).changes] == ["log.level"]
 
 
 @pytest.mark.requirement("T9")

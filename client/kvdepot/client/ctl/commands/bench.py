@@ -12,7 +12,7 @@ from kvdepot.client.ctl.as_json import echo_record
 from kvdepot.client.ctl.benching import Bench, Measured, Shape, bench_shape, bench_spec, size_bytes
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.bench_engine import engine
-from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.commands.options import FiniteType, json_option
 from kvdepot.client.ctl.printer import new_table, show
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.errors import NotFound
@@ -41,7 +41,7 @@ EXIT_SLOW: Final = 1
     "--bytes", "wanted", metavar="SIZE", help="Bytes to move. [default: 1 GiB, at most a quarter of RAM or a tier]"
 )
 @click.option(
-    "--prefill", type=click.FloatRange(min=0.001), metavar="TOKENS/S",
+    "--prefill", type=FiniteType(min=0.001), metavar="TOKENS/S",
     help="Prefill rate of the engine. [default: as engines measured it]",
 )  # fmt: skip
 @json_option

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
@@ -35,6 +36,14 @@ class RateType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         except InvalidArgument as error:
             self.fail(str(error), param, ctx)
         return rate or self.fail("expected a rate above 0, for example 256MiB/s", param, ctx)
+
+
+class FiniteType(click.FloatRange):
+    """A number. Click takes `nan` for one of any range, and `inf` for one without a maximum."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        return number if isfinite(number) else self.fail(f"{value} is not a finite number", param, ctx)
 
 
 class SecondsType(click.FloatRange):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -96,4 +95,7 @@ def _probed(place: Place, program: Program, until: float) -> Probed | None:
         return None
     if ended.code:
         return Probed(place.path, looking=(ended.errors.strip().splitlines() or ["no reason given"])[-1])
-    return Probed(**json.loads(ended.output))
+    try:
+        return Probed(**ended.parsed())
+    except TypeError:
+        return Probed(place.path, looking=f"the answer is no JSON: {ended.output.strip()[:80]!r}")

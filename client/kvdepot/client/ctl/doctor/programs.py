@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,13 @@ class Ended:
     code: int
     output: str
     errors: str
+
+    def parsed(self) -> Any:
+        """Return the JSON that it has printed; None where it has printed anything else."""
+        try:
+            return json.loads(self.output)
+        except (ValueError, RecursionError):
+            return None
 
 
 class Program:

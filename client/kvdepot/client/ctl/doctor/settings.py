@@ -6,7 +6,6 @@ is known here a second time.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -97,8 +96,15 @@ def read_settings(
                 "; ".join(reasons), "correct it; `kvdepotd check-config FILE` says whether it will do"
             )
         return None, _CHECK.skipped(f"kvdepotd does not run here ({reason}): install kvdepot[server]")
-    facts = json.loads(ended.output)
-    settings = decode(facts)
+    facts = ended.parsed()
+    try:
+        settings = decode(facts)
+    except (KeyError, TypeError, AttributeError):  # AttributeError: a list has no `get`
+        said = (ended.output.strip().splitlines() or ["nothing"])[0]
+        return None, _CHECK.fail(
+            f"`kvdepotd check-config` does not answer as this version's does: {said[:80]}",
+            "install kvdepot[server] of the version of kvdepotctl",
+        )
     if reason := facts.get("refused"):
         return settings, _refused(reason, by_permissions=facts["refused_by_permissions"])
     if settings.note:

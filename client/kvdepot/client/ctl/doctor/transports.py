@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -38,7 +37,9 @@ def check_transports(
     if ended.code:
         reason = (ended.errors.strip().splitlines() or [f"exit status {ended.code}"])[-1]
         return _CHECK.fail(f"UCX cannot be asked: {reason}", INSTALL)
-    found: list[str] = json.loads(ended.output)
+    found: list[str] | None = ended.parsed()
+    if not isinstance(found, list):
+        return _CHECK.fail(f"UCX cannot be asked: the answer is {ended.output.strip()[:80]!r}", INSTALL)
     shown = f"UCX has {', '.join(found) or 'no transports'}"
     if any(one.startswith(_RDMA) for one in found):
         return _CHECK.ok(shown)

@@ -38,6 +38,11 @@ def test_the_arena_of_the_configuration_may_wait_for_its_daemon() -> None:
         assert check_unused_arenas(SETTINGS, says(json.dumps(found))).outcome is Outcome.OK
 
 
+@pytest.mark.parametrize("said", ["no JSON", "3", "null", "[3]", '[{"path": "/a"}]', '[{"unused": true}]'])
+def test_a_program_that_answers_something_else_is_no_finding(said: str) -> None:
+    assert check_unused_arenas(SETTINGS, says(said)).outcome is Outcome.SKIPPED
+
+
 def test_a_program_that_fails_or_hangs_is_no_finding() -> None:
     assert check_unused_arenas(SETTINGS, says("", 1)).outcome is Outcome.SKIPPED
     hangs = (sys.executable, "-c", "import time; time.sleep(60)")

@@ -258,6 +258,13 @@ def test_a_configuration_that_is_refused_hangs_or_cannot_be_read_here(tmp_path: 
     assert noted[0] is not None and noted[1].outcome is Outcome.WARN and "no disk tier" in noted[1].message
 
 
+@pytest.mark.parametrize("said", ["", "Hello from sitecustomize", "[]", "3", "null", '{"file": "a"}', '{"ram": []}'])
+def test_a_kvdepotd_that_answers_something_else_is_a_finding(said: str) -> None:
+    settings, finding = read_settings(None, (sys.executable, "-I", "-c", f"print({said!r})"))
+    assert settings is None and finding.outcome is Outcome.FAIL
+    assert (said or "nothing") in finding.message and "version" in finding.fix
+
+
 def test_the_file_of_the_service_is_the_default(host: Host) -> None:
     assert config_file(host, None) is None
     host.path(UNIT_CONFIG).parent.mkdir(parents=True)

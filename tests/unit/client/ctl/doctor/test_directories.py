@@ -307,3 +307,5 @@ def test_a_directory_that_cannot_be_looked_at_is_a_failure_or_the_askers_lack_of
     assert denied.outcome is Outcome.SKIPPED and "as root" in denied.message
     crash = look_at([place(tmp_path)], 20, writing=False, command=[sys.executable, "-c", "raise SystemExit('broken')"])
     assert crash == [Probed(str(tmp_path), looking="broken")]
+    other = look_at([place(tmp_path)], 20, writing=False, command=[sys.executable, "-c", "print('other')"])
+    assert other == [Probed(str(tmp_path), looking="the answer is no JSON: 'other'")]

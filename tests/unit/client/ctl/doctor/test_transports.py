@@ -38,6 +38,8 @@ def test_a_ucx_that_crashes_or_is_missing_or_hangs_is_a_finding() -> None:
     assert crashed.outcome is Outcome.FAIL and "exit status -11" in crashed.message
     missing = check_transports(None, saying("raise SystemExit('there is no UCX of NIXL')"))
     assert missing.outcome is Outcome.FAIL and "there is no UCX of NIXL" in missing.message
+    other = check_transports(None, saying("print('no JSON')"))
+    assert other.outcome is Outcome.FAIL and "no JSON" in other.message
     hangs = check_transports(None, saying("import time; time.sleep(600)"), seconds=0.1)
     assert hangs.outcome is Outcome.FAIL and "within 0.1 s" in hangs.message
 
