@@ -117,7 +117,7 @@ test-sample: venv ## some of the long tests, drawn: make test-sample SEED=
 NEXT_SOURCES := $(BIN)/python -m tests.next_vllm $(NEXT)
 NEXT_FAST := tests/unit/client/vllm tests/contract/connector tests/process/connector tests/stateful/test_mixed_histories.py
 NEXT_ENGINES := tests/e2e/test_dense.py tests/e2e/test_hybrid.py tests/e2e/test_speculative.py \
-  tests/e2e/test_wake_up.py
+  tests/e2e/test_reloads.py tests/e2e/test_wake_up.py
 
 test-next-fast: venv ## the connector on other sources of vLLM: make test-next-fast NEXT=0.33.0
 	$(AT_MOST) 60m $(NEXT_SOURCES) $(PYTEST) -m "not long" -n 3 --dist worksteal $(WATCHED) $(NEXT_FAST)

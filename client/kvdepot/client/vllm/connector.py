@@ -93,7 +93,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         # A user who names the weights, or keeps what is stored across sleep, answers for what is done to them.
         self._watches_weights = not self.settings.weights_version and not self.settings.keep_across_sleep
         if self._watches_weights:
-            weight_changes.watch()
+            weight_changes.watch(vllm_config)
         if vllm_config.lora_config is not None:
             self._adapter_reads = AdapterReads(int(vllm_config.parallel_config.rank))
 

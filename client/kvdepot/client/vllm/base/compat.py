@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from array import array
 from collections.abc import Mapping
 from math import prod
@@ -18,7 +17,6 @@ from typing import Any, Final
 import msgspec
 from kvdepot.client.vllm.base import contract, engine_types, versions
 from kvdepot.core.calls import Kind, Nearest
-from kvdepot.core.errors import ConfigError
 from vllm import __version__ as vllm_version
 
 with contract.by_name(str(vllm_version), __file__):
@@ -81,9 +79,6 @@ with contract.by_name(str(vllm_version), __file__):
     from vllm.v1.request import Request
 
 VLLM_VERSION: Final = str(vllm_version)
-_READS_ADAPTER: Final = "_load_adapter"
-CHANGE_WEIGHTS: Final = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
-"""Methods of a worker."""
 _KINDS: Final[dict[type, Kind]] = {
     FullAttentionSpec: Kind.ATTENTION,
     MLAAttentionSpec: Kind.ATTENTION,
@@ -370,32 +365,20 @@ def is_removal(event: Any) -> bool:
     return isinstance(event, BlockRemoved)
 
 
-def worker_class() -> type | None:
-    """Return the class of this process's workers, None if it has none. Raise ConfigError."""
-    worker: type | None = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
-    missing = [name for name in CHANGE_WEIGHTS if worker is not None and not hasattr(worker, name)]
-    if missing:
-        raise ConfigError(
-            "vllm", "version", f"the workers of {VLLM_VERSION} have no {', '.join(missing)}",
-            advice=f"use vLLM {versions.RANGE}",
-        )  # fmt: skip
-    return worker
+def model_class(vllm_config: Any) -> type:
+    """Return the class of the engine's model, which this process has loaded."""
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    model: type = get_model_cls(vllm_config.model_config)
+    return model
 
 
-def adapter_loader() -> tuple[type, str]:
-    """Return the class and its method that reads a LoRA adapter's files in a worker. Raise ConfigError."""
-    try:
-        from vllm.lora import worker_manager
+def adapter_manager() -> type:
+    """Return the class that reads LoRA adapters in workers."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
 
-        loader: type = worker_manager.WorkerLoRAManager
-        if contract.arguments(getattr(loader, _READS_ADAPTER)) == ["self", "lora_request"]:
-            return loader, _READS_ADAPTER
-    except (ImportError, AttributeError):
-        pass
-    raise ConfigError(
-        "vllm", "enable_lora", f"{VLLM_VERSION} does not read adapters in WorkerLoRAManager.{_READS_ADAPTER}",
-        advice=f"use vLLM {versions.RANGE}, or serve no LoRA adapters with this kvdepot",
-    )  # fmt: skip
+    manager: type = WorkerLoRAManager
+    return manager
 
 
 def default_hash_seed() -> str:

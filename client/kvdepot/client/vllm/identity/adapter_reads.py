@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.base import worker_hooks
 from kvdepot.client.vllm.base.metadata import AdapterRead, RankMeta
 from kvdepot.client.vllm.identity import file_state
 
@@ -27,7 +27,7 @@ class AdapterReads:
         """Listen to this process's engine. Raise ConfigError if this vLLM loads adapters in another way."""
         self._rank = rank
         self._reads: dict[tuple[int, int], AdapterRead] = {}
-        loader, name = compat.adapter_loader()
+        loader, name = worker_hooks.adapter_loader()
         if not hasattr(getattr(loader, name), "kvdepot_reads"):
             setattr(loader, name, _watched(getattr(loader, name)))
         _LISTENERS.add(self)

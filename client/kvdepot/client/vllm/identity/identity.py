@@ -169,6 +169,7 @@ STORED_FAULTS: Final = (
     "blocks of a preempted step, which vLLM has named and nobody has computed",
     "KV of packages that the namespace did not name, for engines that do not have them",
     "KV of weights that were reloaded in place, under the digest of the former ones",
+    "KV of weights that were zeroed, or loaded by a worker extension, under the same digest",
 )
 """Wrong bytes that connectors stored under right keys, until they were taught not to. Only append (docs/adr/0096).
 

@@ -1,7 +1,7 @@
 """When the engine changes the weights of this process in place (docs/adr/0098).
 
-vLLM tells connectors nothing of it. Its worker's methods are therefore wrapped. What they return or raise is never
-touched.
+vLLM tells connectors nothing of it. Its worker's methods are therefore wrapped, and `load_weights` of the model, which
+worker extensions call. What they return or raise is never touched.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.base import compat, worker_hooks
 
 if TYPE_CHECKING:
     from kvdepot.client.vllm.worker.worker import WorkerSide
@@ -20,15 +21,21 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("vllm.kvdepot")
 
 _SIDES: Final[weakref.WeakSet[WorkerSide]] = weakref.WeakSet()
+_STARTS: Final = ContextVar("another engine of this process loads its model", default=False)
 
 
-def watch() -> None:
-    """Watch the engine's workers in this process. Raise ConfigError if this vLLM changes weights in another way."""
-    worker = compat.worker_class()
-    for name in compat.CHANGE_WEIGHTS if worker is not None else ():
-        method = getattr(worker, name)
-        if not hasattr(method, "kvdepot_sees"):
-            setattr(worker, name, _watched(method))
+def watch(vllm_config: Any) -> None:
+    """Watch the engine's workers in this process. Raise ConfigError if this vLLM changes weights in another way.
+
+    The engine's own model is loaded by now.
+    """
+    worker = worker_hooks.worker_class()
+    if worker is None:
+        return
+    for name in worker_hooks.CHANGE_WEIGHTS:
+        _wrap(worker, name, _watched)
+    _wrap(compat.model_class(vllm_config), "load_weights", _watched)
+    _wrap(worker, "load_model", _starting)
 
 
 def tell(side: WorkerSide) -> None:
@@ -36,15 +43,32 @@ def tell(side: WorkerSide) -> None:
     _SIDES.add(side)
 
 
+def _wrap(kind: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    method = getattr(kind, name)
+    if not hasattr(method, "kvdepot_sees"):
+        wrapped = functools.wraps(method)(wrap(method))
+        wrapped.kvdepot_sees = True  # type: ignore[attr-defined]
+        setattr(kind, name, wrapped)
+
+
 def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        for side in list(_SIDES):
+        for side in list(_SIDES) if not _STARTS.get() else ():
             try:
                 side.weights_change()
             except Exception:
                 LOGGER.exception("kvdepot: a rank may not know that its weights change")  # I3: they change all the same
         return method(*args, **kwargs)
 
-    watched.kvdepot_sees = True  # type: ignore[attr-defined]
     return watched
+
+
+def _starting(method: Callable[..., Any]) -> Callable[..., Any]:
+    def starting(*args: Any, **kwargs: Any) -> Any:
+        before = _STARTS.set(True)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _STARTS.reset(before)
+
+    return starting
