@@ -95,6 +95,8 @@ _MEDIA: Final = {Nearest.RAM: MEDIUM_CPU, Nearest.BELOW_RAM: MEDIUM_STORAGE}
 """vLLM's words for tiers. Routers drop events that have other ones."""
 _NOT_HOOKS: Final = frozenset({"fail_allocated", "sibling_loads"})
 """Public methods of the connectors that vLLM never calls."""
+_NOT_SCHEDULING: Final = frozenset({"add_request", "make_spec_decoding_stats", "make_stats", "shutdown"})
+"""Methods of a scheduler that users may replace."""
 _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
     (Request, engine_types.EngineRequest),
     (BlockPool, engine_types.BlockPool),
@@ -123,7 +125,7 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
     ),
     (ModelConfig, ("is_hybrid", "is_mm_prefix_lm", "multimodal_config", "uses_mrope")),
     (MultiModalConfig, ("is_multimodal_pruning_enabled", "mm_processor_cache_gb")),
-    (SchedulerConfig, ("async_scheduling",)),
+    (SchedulerConfig, ("async_scheduling", "get_scheduler_cls", "scheduler_cls")),
     (
         ParallelConfig,
         ("data_parallel_size", "decode_context_parallel_size", "enable_elastic_ep", "enable_fault_tolerance", "nnodes",
@@ -286,6 +288,19 @@ def has_auxiliary_outputs(vllm_config: Any) -> bool:
 def is_diffusion(vllm_config: Any) -> bool:
     """Whether the model generates by denoising blocks of tokens in which each attends to all."""
     return getattr(vllm_config, "diffusion_config", None) is not None
+
+
+def replaced_scheduling(vllm_config: Any) -> list[str]:
+    """Return the methods of vLLM's scheduler that the user's `scheduler_cls` replaces, or its name if it is none."""
+    if vllm_config.scheduler_config.scheduler_cls is None:
+        return []
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not issubclass(kind := vllm_config.scheduler_config.get_scheduler_cls(), Scheduler):
+        return [kind.__name__]
+    foreign = (base for base in kind.__mro__ if base.__module__.split(".")[0] != contract.ENGINE)
+    replaced = {name for base in foreign for name in vars(base) if callable(getattr(Scheduler, name, None))}
+    return sorted(name for name in replaced if not name.startswith("__") and name not in _NOT_SCHEDULING)
 
 
 def replayed_tokens(spec: Any) -> int:

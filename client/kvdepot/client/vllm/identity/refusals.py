@@ -50,6 +50,13 @@ def check_engine(
             "auxiliary outputs of tokens that are loaded exist nowhere, and vLLM withdraws offers for them",
             advice="switch enable_return_routed_experts off, or serve this model without kvdepot",
         )
+    if replaced := compat.replaced_scheduling(vllm_config):
+        raise ConfigError(
+            WHERE,
+            "scheduler_cls",
+            f"it replaces {', '.join(replaced)}, and kvdepot stores what vLLM's own scheduler has computed",
+            advice="leave scheduler_cls unset, or serve this model without kvdepot",
+        )
     if compat.is_diffusion(vllm_config):
         raise ConfigError(
             WHERE,

@@ -19,6 +19,9 @@ from kvdepot.client.vllm.identity.speculation import speculation
 from kvdepot.core.errors import ConfigError
 from vllm.config import DiffusionConfig
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -247,6 +250,56 @@ def test_auxiliary_outputs(folder: Path) -> None:
     config = engine_config(folder)
     config.aux_output_config.enable_return_routed_experts = True
     assert "enable_return_routed_experts" in refused(config, dense())
+
+
+class Counting(AsyncScheduler):
+    """A user's scheduler that sees requests come, and schedules as vLLM's own."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.seen = 0
+
+    def add_request(self, request: Any) -> None:
+        self.seen += 1
+        super().add_request(request)
+
+    def seen_of(self) -> int:
+        return self.seen
+
+
+class Dropping(Scheduler):
+    """It takes requests out of a step that the connector has been told of."""
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        step = super().schedule(throttle_prefills)
+        step.num_scheduled_tokens.clear()
+        return step
+
+
+class Inherited(Dropping):
+    pass
+
+
+def with_scheduler(folder: Path, kind: Any) -> Any:
+    config = copy.copy(engine_config(folder, hybrid=False))
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.scheduler_cls = kind
+    return config
+
+
+@pytest.mark.requirement("I1")
+@pytest.mark.parametrize("kind", [Dropping, Inherited, f"{__name__}.Dropping"])
+def test_a_scheduler_that_decides_itself_what_is_computed(folder: Path, kind: Any) -> None:
+    assert "replaces schedule," in refused(with_scheduler(folder, kind), dense())
+
+
+def test_a_scheduler_that_is_none_of_vllm_s(folder: Path) -> None:
+    assert "replaces Own," in refused(with_scheduler(folder, type("Own", (SchedulerInterface,), {})), dense())
+
+
+@pytest.mark.parametrize("kind", [Counting, AsyncScheduler, "vllm.v1.core.sched.scheduler.Scheduler"])
+def test_a_scheduler_that_schedules_as_vllm_s_own(folder: Path, kind: Any) -> None:
+    check_engine(with_scheduler(folder, kind), dense(), SETTINGS, {})
 
 
 def test_models_that_denoise_blocks_of_tokens(folder: Path) -> None:
