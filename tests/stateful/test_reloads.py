@@ -13,6 +13,7 @@ from kvdepot.server.depot.loads import acquires
 from kvdepot.server.depot.tree.quotas import Account
 from kvdepot.server.depot.types import DepotConfig, Quota, TierConfig, WritePolicy
 
+from tests.rigs.pin_audit import sweep
 from tests.rigs.seeds import drawn, steps_until
 from tests.stateful.engine_world import DEPTH, SPECS, World
 from tests.stateful.peer_world import PeerWorld, act_of_peers
@@ -29,6 +30,12 @@ def _reload(world: World, random: Random) -> None:
         world.reloads.reload(*(drawn_changes(values, random) for values in world.settings))
 
 
+def _pin(world: World, random: Random) -> None:
+    """The operator pins all that RAM has of an engine's namespace."""
+    world.rig.depot.pins.pin(world.attach(random.choice(sorted(SPECS))).namespace, b"", 30.0)
+    sweep(world.rig.depot)
+
+
 def _history(world: World, random: Random, others: Callable[[], None], steps: int) -> None:
     def enough() -> bool:
         read = world.promoted + world.read_ahead > 0
@@ -37,9 +44,14 @@ def _history(world: World, random: Random, others: Callable[[], None], steps: in
     for _ in steps_until(enough, steps):
         if random.random() < 0.08:
             _reload(world, random)
+        elif random.random() < 0.08:
+            _pin(world, random)
         else:
             others()
         world.check()
+    for pin in world.rig.depot.pins.statuses():
+        world.rig.depot.pins.unpin(pin.namespace_id, pin.key)
+    sweep(world.rig.depot)
     world.reloads.reload(SMALL, SMALL)  # which `finish` sees come true
     world.finish()
 
