@@ -93,7 +93,7 @@ def test_copies_of_a_running_daemon_s_tier_are_never_wrong(tmp_path: Path) -> No
 
     async def scenario() -> None:
         random = Random(f"{RUN_SEED} payloads")
-        async with live(tmp_path / "tier", capacity_bytes=16 << 20) as under:
+        async with live(tmp_path / "tier", capacity_bytes=16 << 20, deadline_seconds=60.0) as under:
             for number in range(120):
                 payload = random.randbytes(2 * PAGE)
                 payloads[object_name(number, raw_bytes=len(payload)).key] = {payload}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from hashlib import shake_128
 from typing import Any
@@ -17,7 +16,7 @@ def pattern(
     kind: str, layer: str, rank: int, tokens: Sequence[int], size_bytes: int, adapter: bytes = b""
 ) -> np.ndarray[Any, Any]:
     """The bytes that a layer holds of a prefix, computed with an adapter of this content."""
-    computed = shake_128(repr((kind, layer, rank)).encode() + array("q", tokens).tobytes() + adapter).digest(size_bytes)
+    computed = shake_128(repr((kind, layer, rank, list(tokens))).encode() + adapter).digest(size_bytes)
     return np.frombuffer(computed, np.uint8)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from kvdepot.client.vllm.scheduling.prefill_rate import TOKEN_SECONDS_GUESS
 from kvdepot.core.calls import LocateCall
+from vllm.v1.request import RequestStatus
 
 from tests.fakes.direct_session import ARENA_ID
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
@@ -190,14 +191,16 @@ def test_slow_answers_in_slow_steps_are_used(make: Make, step_seconds: float, an
     request = asked(engine)
     state = engine.side._requests[request.request_id]
     began = clock.now
-    while not engine.outputs[request.request_id]:
+    while request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
         assert clock.now - began < 5.0, "it is not admitted"
         late = state.lookup is not None and not state.lookup.answered
         if late and clock.now - state.lookup.asked_at >= answer_seconds:
             engine.session.let_go()
         engine.step()
         clock.now += step_seconds
-    assert engine.outputs[request.request_id][:1] == cold(TOKENS)[:1]
+    engine.run()
+    assert engine.hits[request.request_id] == STAKE
+    assert engine.outputs[request.request_id] == cold(TOKENS)
     engine.depot.held.clear()
     engine.session.let_go()
     engine.run()

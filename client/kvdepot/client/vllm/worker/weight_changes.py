@@ -1,4 +1,4 @@
-"""When the engine changes the weights of this process in place (docs/adr/0098).
+"""When the engine changes the weights of this process in place (docs/adr/0098, 0099).
 
 vLLM tells connectors nothing of it. Its worker's methods are therefore wrapped, and `load_weights` of the model, which
 worker extensions call. What they return or raise is never touched.
