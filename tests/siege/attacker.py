@@ -143,6 +143,7 @@ class Attacker:
             "".join(random.choice(_NAMES) for _ in range(random.randint(1, 60))),
             scheduler=random.random() < 0.7, rank=random.choice((-1, 0, 0, 1, 63)),
             world_size=random.choice((1, 1, 2, 64)), calls=random.random() < 0.5, stream=random.random() < 0.02,
+            parts=random.random() < 0.9,
         )  # fmt: skip
         try:
             data = codec.encode_attach_call(call)
@@ -178,7 +179,8 @@ class Attacker:
                 os.close(descriptor)
 
     def _frames(self) -> None:
-        call = AttachCall(1, 1, f"calls-{self._random.randrange(4)}", scheduler=True, rank=0, world_size=1, calls=True)
+        name = f"calls-{self._random.randrange(4)}"
+        call = AttachCall(1, 1, name, scheduler=True, rank=0, world_size=1, calls=True, parts=True)
         self.outcomes[f"calls: {self._exchanged(codec.encode_attach_call(call), 0)}"] += 1
 
     def _frames_on(self, calls: socket.socket) -> None:
