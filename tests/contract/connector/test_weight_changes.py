@@ -132,7 +132,7 @@ def test_weights_that_an_extension_loads_into_the_model_are_seen(rank: Rank, wor
     assert served.load_weights("others") == {"loaded"}
     assert not rank.copies.allowed
     assert served.loaded == ["files", "others"]
-    assert not hasattr(Model.load_weights, "kvdepot_sees"), "models of other classes are not ours to watch"
+    assert not hasattr(Model.load_weights, "kvdepot_wraps"), "models of other classes are not ours to watch"
 
 
 def test_another_engine_that_starts_in_this_process_changes_no_weights(rank: Rank, worker: Any) -> None:

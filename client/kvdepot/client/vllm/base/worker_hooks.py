@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from kvdepot.client.vllm.base import compat, contract, versions
 from kvdepot.core.errors import ConfigError
@@ -13,6 +15,15 @@ CHANGE_WEIGHTS: Final = (
 )  # fmt: skip
 """Methods of a worker."""
 _READS_ADAPTER: Final = "_load_adapter"
+
+
+def wrap_once(kind: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method by what `wrap` makes of it, unless a connector of this process has done so."""
+    method = getattr(kind, name)
+    if not hasattr(method, "kvdepot_wraps"):
+        wrapped = functools.wraps(method)(wrap(method))
+        wrapped.kvdepot_wraps = True  # type: ignore[attr-defined]  # any function may have more attributes
+        setattr(kind, name, wrapped)
 
 
 def worker_class() -> type | None:

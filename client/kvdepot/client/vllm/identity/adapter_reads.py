@@ -6,7 +6,6 @@ vLLM tells connectors neither that it loads an adapter nor that it reads one aga
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -28,8 +27,7 @@ class AdapterReads:
         self._rank = rank
         self._reads: dict[tuple[int, int], AdapterRead] = {}
         loader, name = worker_hooks.adapter_loader()
-        if not hasattr(getattr(loader, name), "kvdepot_reads"):
-            setattr(loader, name, _watched(getattr(loader, name)))
+        worker_hooks.wrap_once(loader, name, _watched)
         _LISTENERS.add(self)
 
     def heard(self, reader: int, load: int, path: str, state: str) -> None:
@@ -50,7 +48,6 @@ class AdapterReads:
 
 
 def _watched(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    @functools.wraps(load)
     def watched(loader: Any, lora_request: Any) -> Any:
         before = _state(lora_request)
         adapter = load(loader, lora_request)
@@ -59,7 +56,6 @@ def _watched(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             listener.heard(id(loader), int(lora_request.lora_int_id), str(lora_request.lora_path), state)
         return adapter
 
-    watched.kvdepot_reads = True  # type: ignore[attr-defined]
     return watched
 
 

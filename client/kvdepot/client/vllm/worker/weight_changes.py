@@ -6,7 +6,6 @@ worker extensions call. What they return or raise is never touched.
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -33,22 +32,14 @@ def watch(vllm_config: Any) -> None:
     if worker is None:
         return
     for name in worker_hooks.CHANGE_WEIGHTS:
-        _wrap(worker, name, _watched)
-    _wrap(compat.model_class(vllm_config), "load_weights", _watched)
-    _wrap(worker, "load_model", _starting)
+        worker_hooks.wrap_once(worker, name, _watched)
+    worker_hooks.wrap_once(compat.model_class(vllm_config), "load_weights", _watched)
+    worker_hooks.wrap_once(worker, "load_model", _starting)
 
 
 def tell(side: WorkerSide) -> None:
     """Tell this side of every change from now on. Of several engines in one process, a change concerns all."""
     _SIDES.add(side)
-
-
-def _wrap(kind: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    method = getattr(kind, name)
-    if not hasattr(method, "kvdepot_sees"):
-        wrapped = functools.wraps(method)(wrap(method))
-        wrapped.kvdepot_sees = True  # type: ignore[attr-defined]
-        setattr(kind, name, wrapped)
 
 
 def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
